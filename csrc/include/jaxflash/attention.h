@@ -1,0 +1,195 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * jaxflash C API: exact attention with O(length) memory, forward and backward.
+ *
+ *   s   = scale * q k^T                 float32
+ *   s   = softcap * tanh(s / softcap)   if softcap > 0
+ *   s  += bias - slope * |i + query_offset - j|
+ *   s   = -inf where mask, lengths, causality, window or segments hide (i, j)
+ *   lse = log(sum_j exp(s) [+ exp(sink)])
+ *   out = dropout(exp(s - lse)) v
+ *
+ * A row that sees no key has out = 0 and lse = -inf.
+ *
+ * Letters of shapes: B batch, T query length, S key/value length, N query heads,
+ * K key/value heads (query head n reads key/value head n / (N / K)), H query/key
+ * head dim, Hv value head dim.
+ *
+ * Rules of the interface
+ * - Plain structs, no allocation, no hidden state, safe to call from many threads.
+ *   The caller owns every buffer, workspace included, and passes the stream or
+ *   executor that runs the work.
+ * - Zero-initialise every struct, then set struct_size and the members that you use:
+ *   zero means "absent" or "off" everywhere, except window_left and window_right,
+ *   where -1 means unlimited.
+ * - On any status but JAXFLASH_OK nothing was written to the outputs.
+ * - Bytes outside the described elements are never read or written.
+ */
+#ifndef JAXFLASH_ATTENTION_H_
+#define JAXFLASH_ATTENTION_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define JAXFLASH_API __declspec(dllexport)
+#else
+#define JAXFLASH_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define JAXFLASH_VERSION_MAJOR 0
+#define JAXFLASH_VERSION_MINOR 1
+#define JAXFLASH_VERSION_PATCH 0
+
+/* Batch axes that a call may have after adjacent axes that every tensor walks in one
+ * stride were merged. */
+#define JAXFLASH_MAX_BATCH_RANK 6
+
+typedef enum jaxflash_status {
+  JAXFLASH_OK = 0,
+  JAXFLASH_INVALID_ARGUMENT = 1, /* the call can never work: shapes, strides, values */
+  JAXFLASH_UNSUPPORTED = 2,      /* a valid call that this backend does not serve */
+  JAXFLASH_UNAVAILABLE = 3,      /* no such backend in this build or on this device */
+  JAXFLASH_INTERNAL = 4          /* the device or its driver reported an error */
+} jaxflash_status;
+
+typedef enum jaxflash_dtype {
+  JAXFLASH_NO_DTYPE = 0,
+  JAXFLASH_FLOAT32 = 1,
+  JAXFLASH_BFLOAT16 = 2,
+  JAXFLASH_FLOAT16 = 3,
+  JAXFLASH_INT32 = 4,
+  JAXFLASH_UINT32 = 5,
+  JAXFLASH_BOOL = 6 /* one byte, zero or one */
+} jaxflash_dtype;
+
+typedef enum jaxflash_precision {
+  JAXFLASH_PRECISION_DEFAULT = 0, /* float32 inputs: float32-class accuracy */
+  JAXFLASH_PRECISION_BF16X3 = 1,
+  JAXFLASH_PRECISION_TF32 = 2
+} jaxflash_precision;
+
+/* A strided view. Strides count elements and may be 0 (broadcast) on inputs. The
+ * core axes of `strides` are named at each member below, leftmost first. */
+typedef struct jaxflash_tensor {
+  void* data; /* NULL: absent */
+  int32_t dtype;
+  int32_t reserved;
+  int64_t batch_strides[JAXFLASH_MAX_BATCH_RANK];
+  int64_t strides[3];
+} jaxflash_tensor;
+
+typedef struct jaxflash_attention_params {
+  size_t struct_size; /* sizeof(jaxflash_attention_params) */
+
+  int32_t batch_rank; /* 0 .. JAXFLASH_MAX_BATCH_RANK; 0 means one batch element */
+  int32_t is_causal;
+  int64_t batch_shape[JAXFLASH_MAX_BATCH_RANK];
+  int64_t q_len;          /* T */
+  int64_t kv_len;         /* S */
+  int64_t num_heads;      /* N */
+  int64_t num_kv_heads;   /* K, divides N */
+  int64_t head_dim;       /* H */
+  int64_t value_head_dim; /* Hv */
+
+  int64_t window_left;  /* visible: j >= i + query_offset - window_left;  -1 = all */
+  int64_t window_right; /* visible: j <= i + query_offset + window_right; -1 = all */
+  float softcap;        /* 0 = off */
+  float dropout_rate;   /* 0 = off */
+  int32_t deterministic;
+  int32_t precision; /* jaxflash_precision */
+
+  /* Inputs. q, k and v share one dtype. */
+  jaxflash_tensor q; /* [T, N, H] */
+  jaxflash_tensor k; /* [S, K, H] */
+  jaxflash_tensor v; /* [S, K, Hv] */
+
+  jaxflash_tensor scale;           /* [] float32; absent: 1 / sqrt(H) */
+  jaxflash_tensor query_offset;    /* [] int32: position of query 0 counted from key 0 */
+  jaxflash_tensor q_seq_lengths;   /* [] int32 */
+  jaxflash_tensor kv_seq_lengths;  /* [] int32 */
+  jaxflash_tensor bias;            /* [N, T, S] any float dtype */
+  jaxflash_tensor mask;            /* [N, T, S] bool, true = may attend */
+  jaxflash_tensor q_segment_ids;   /* [T] int32 */
+  jaxflash_tensor kv_segment_ids;  /* [S] int32 */
+  jaxflash_tensor sinks;           /* [N] float32 */
+  jaxflash_tensor alibi_slopes;    /* [N] float32 */
+  jaxflash_tensor dropout_seed;    /* [2] uint32: Philox key of this batch element */
+
+  /* Outputs of the forward pass, inputs of the backward pass. */
+  jaxflash_tensor out; /* [T, N, Hv], dtype of q */
+  jaxflash_tensor lse; /* [N, T] float32, natural logarithm */
+} jaxflash_attention_params;
+
+/* dS = P o (dP - delta + d_lse), delta = rowsum(d_out o out), dP = d_out v^T. */
+typedef struct jaxflash_attention_backward_params {
+  size_t struct_size; /* sizeof(jaxflash_attention_backward_params) */
+  jaxflash_attention_params forward;
+
+  jaxflash_tensor d_out; /* [T, N, Hv], dtype of q */
+  jaxflash_tensor d_lse; /* [N, T] float32; absent: zero */
+
+  /* Wanted gradients; absent: not computed. Each covers the whole batch shape, also
+   * where the operand was broadcast: the caller sums. dq, dk and dv have the dtype of
+   * q or float32. */
+  jaxflash_tensor dq;     /* [T, N, H] */
+  jaxflash_tensor dk;     /* [S, K, H]  summed over the N / K heads of the group */
+  jaxflash_tensor dv;     /* [S, K, Hv] likewise */
+  jaxflash_tensor dscale; /* [N, T] float32: contribution of each row, to be summed */
+  jaxflash_tensor dbias;  /* [N, T, S] in the shape of bias; stride 0 axes are summed */
+  jaxflash_tensor dsinks; /* [N, T] float32: contribution of each row, to be summed */
+  jaxflash_tensor dalibi; /* [N, T] float32: contribution of each row, to be summed */
+} jaxflash_attention_backward_params;
+
+/* How the CPU backend runs in parallel. parallel_for must call task(argument, i) once
+ * for every i in [0, count), in any order and on any threads, and return when all calls
+ * have returned. num_threads is a hint for splitting the work. */
+typedef struct jaxflash_executor {
+  void* context;
+  int32_t num_threads;
+  void (*parallel_for)(void* context, int64_t count,
+                       void (*task)(void* argument, int64_t index), void* argument);
+} jaxflash_executor;
+
+/* Text of a status, and the sentence that explains the last failure on the calling
+ * thread: argument, what was expected, what came. Both live as long as the library. */
+JAXFLASH_API const char* jaxflash_status_name(jaxflash_status status);
+JAXFLASH_API const char* jaxflash_last_error(void);
+JAXFLASH_API const char* jaxflash_version(void);
+
+/* CPU. executor NULL: everything runs on the calling thread. Workspace: any alignment
+ * of 64 bytes or more; NULL is fine where the query answers 0. */
+JAXFLASH_API jaxflash_status jaxflash_attention_forward_workspace_cpu(
+    const jaxflash_attention_params* params, size_t* bytes);
+JAXFLASH_API jaxflash_status jaxflash_attention_forward_cpu(
+    const jaxflash_attention_params* params, void* workspace, size_t workspace_bytes,
+    const jaxflash_executor* executor);
+JAXFLASH_API jaxflash_status jaxflash_attention_backward_workspace_cpu(
+    const jaxflash_attention_backward_params* params, size_t* bytes);
+JAXFLASH_API jaxflash_status jaxflash_attention_backward_cpu(
+    const jaxflash_attention_backward_params* params, void* workspace,
+    size_t workspace_bytes, const jaxflash_executor* executor);
+
+/* CUDA. Pointers are device pointers of the current device, stream is a cudaStream_t;
+ * the calls only enqueue work on it (they may be captured into a CUDA graph).
+ * Workspace: 256-byte aligned device memory. The queries need no device. */
+JAXFLASH_API jaxflash_status jaxflash_attention_forward_workspace_cuda(
+    const jaxflash_attention_params* params, size_t* bytes);
+JAXFLASH_API jaxflash_status jaxflash_attention_forward_cuda(
+    const jaxflash_attention_params* params, void* workspace, size_t workspace_bytes,
+    void* stream);
+JAXFLASH_API jaxflash_status jaxflash_attention_backward_workspace_cuda(
+    const jaxflash_attention_backward_params* params, size_t* bytes);
+JAXFLASH_API jaxflash_status jaxflash_attention_backward_cuda(
+    const jaxflash_attention_backward_params* params, void* workspace,
+    size_t workspace_bytes, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* JAXFLASH_ATTENTION_H_ */
