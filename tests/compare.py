@@ -1,0 +1,132 @@
+"""How the tests judge numbers: one assertion, one tolerance table, one accuracy bar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+
+# Relative to the magnitude of the terms that are summed: rounding of the inputs of a
+# product (P and dS are rounded to the input dtype) plus float32 accumulation.
+FORWARD_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
+GRADIENT_TOLERANCE = {"float32": 5e-5, "bfloat16": 3e-2, "float16": 5e-3}
+LSE_TOLERANCE = 1e-5
+
+
+def assert_close(got: Any, want: Any, atol: Any, name: str = "result") -> None:
+    """Equal shapes, equal places of nan and inf, and |got - want| <= atol elsewhere."""
+    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+    assert got.shape == want.shape, f"{name}: shape {got.shape}, want {want.shape}"
+    finite = np.isfinite(want) & np.isfinite(got)
+    same = finite | (got == want) | (np.isnan(got) & np.isnan(want))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        error = np.where(finite, np.abs(got - want), np.where(same, 0.0, np.inf))
+        relative = np.where(error > 0, error / np.abs(want), 0.0)
+    bad = error > atol
+    if not bad.any():
+        return
+    # The worst place is the one furthest over its own tolerance.
+    where = np.unravel_index(np.argmax(error - np.where(bad, atol, np.inf)), want.shape)
+    raise AssertionError(
+        f"{name}{tuple(map(int, where))}: got {got[where]:.9g}, want {want[where]:.9g}"
+        f"\n  max abs error {error.max():.3e}, max rel error {relative.max():.3e}"
+        f", allowed {np.broadcast_to(atol, want.shape)[where]:.3e}"
+        f"\n  {bad.mean():.2%} of {want.size} elements fail"
+    )
+
+
+def assert_equal(got: Any, want: Any, name: str = "result") -> None:
+    """Bit for bit, except that any nan equals any nan."""
+    assert got.dtype == want.dtype, f"{name}: dtype {got.dtype}, want {want.dtype}"
+    assert_close(got, want, 0.0, name)
+
+
+def _largest(x: np.ndarray) -> float:
+    finite = np.abs(x[np.isfinite(x)])
+    return float(finite.max()) if finite.size else 0.0
+
+
+def assert_forward(
+    call: dict[str, Any], out: Any, lse: Any, factor: float = 1.0
+) -> None:
+    """Compares out and lse [*batch, T, N] with the oracle."""
+    want_out, want_lse = oracle.forward(call)
+    dtype = np.asarray(call["query"]).dtype.name
+    size = _largest(np.asarray(call["value"]).astype(np.float64))
+    assert out.dtype == dtype, f"out: dtype {out.dtype}, want {dtype}"
+    assert_close(out, want_out, factor * FORWARD_TOLERANCE[dtype] * size, "out")
+    size = 1.0 + _largest(want_lse)
+    assert lse.dtype == np.float32, f"lse: dtype {lse.dtype}, want float32"
+    assert_close(lse, want_lse, factor * LSE_TOLERANCE * size, "lse")
+
+
+def assert_gradients(
+    call: dict[str, Any], grads: dict[str, Any], d_out: Any, d_lse: Any = 0.0
+) -> None:
+    """Compares gradients, given by argument name, with the oracle."""
+    want = oracle.backward(call, d_out, d_lse)
+    size = oracle.backward(call, d_out, d_lse, absolute=True)
+    rtol = GRADIENT_TOLERANCE[np.asarray(call["query"]).dtype.name]
+    assert grads, "no gradients given"
+    for name, got in grads.items():
+        assert_close(got, want[name], rtol * _largest(size[name]), f"d{name}")
+
+
+def xla_attention(call: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """The dense formula in the dtype of the inputs, as XLA runs it: the yardstick.
+
+    Rows that see no key give 0. lse is [*batch, T, N] in float32.
+    """
+    missing = {"sinks", "alibi_slopes", "keep"} & call.keys()
+    assert not missing, f"the yardstick does not know {missing}"
+    q, k, v = call["query"], call["key"], call["value"]
+    T, N, H = q.shape[-3:]
+    shape = (*q.shape[:-3], N, T, k.shape[-3])
+    group = N // k.shape[-2]
+    k, v = (jnp.repeat(x, group, axis=-2) for x in (k, v))
+    scale = call.get("scale", H**-0.5)
+    highest = jax.lax.Precision.HIGHEST
+    s = jnp.einsum(
+        "...tnh,...snh->...nts",
+        q,
+        k,
+        precision=highest,
+        preferred_element_type=jnp.float32,
+    )
+    s = s * scale
+    if call.get("softcap") is not None:
+        s = call["softcap"] * jnp.tanh(s / call["softcap"])
+    if call.get("bias") is not None:
+        s = s + call["bias"].astype(jnp.float32)
+    seen = oracle.visible(shape, **call)
+    live = seen.any(-1, keepdims=True)
+    s = jnp.where(seen | ~live, s, -jnp.inf)
+    lse = jax.scipy.special.logsumexp(s, axis=-1, keepdims=True)
+    p = jnp.where(live, jnp.exp(s - lse), 0.0).astype(q.dtype)
+    out = jnp.einsum("...nts,...snh->...tnh", p, v, precision=highest)
+    lse = jnp.where(live, lse, -jnp.inf)[..., 0]
+    return out.astype(q.dtype), jnp.swapaxes(lse, -1, -2)
+
+
+def assert_meets_bar(got: Any, xla: Any, want: Any, dtype: Any, name: str) -> None:
+    """The accuracy bar: max error <= 2x, mean error <= 1.5x that of XLA's attention.
+
+    One rounding unit of the output (half a unit in the last place of its largest, and
+    for the mean of its mean element) comes on top.
+    """
+    got, xla = (np.asarray(x).astype(np.float64) for x in (got, xla))
+    unit = float(jnp.finfo(dtype).eps) / 2
+    finite = np.isfinite(want)
+    assert_close(got[~finite], want[~finite], 0.0, f"{name} where not finite")
+    got, xla, want = got[finite], xla[finite], want[finite]
+    error, xla_error = np.abs(got - want), np.abs(xla - want)
+    allowed = 2.0 * xla_error.max(initial=0.0) + unit * _largest(want)
+    assert_close(got, want, allowed, f"{name} (flattened)")
+    mean_allowed = 1.5 * xla_error.mean() + unit * np.abs(want).mean()
+    assert error.mean() <= mean_allowed, (
+        f"{name}: mean error {error.mean():.3e} over {error.size} elements, allowed "
+        f"{mean_allowed:.3e}; XLA's mean error is {xla_error.mean():.3e}"
+    )
