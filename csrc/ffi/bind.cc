@@ -1,0 +1,366 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ffi/bind.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace jaxflash::ffi {
+namespace {
+
+using ::xla::ffi::AnyBuffer;
+using ::xla::ffi::DataType;
+using ::xla::ffi::Dictionary;
+using ::xla::ffi::Error;
+
+using Params = jaxflash_attention_backward_params;
+using Shape = std::vector<int64_t>;
+
+// What the binder knows about an operand or result. `core` has one letter per core axis
+// (T, S, N, K, H as in the C API, V for Hv, 2 for two); the axes of a `shared_core`
+// tensor may also be 1, which the kernels read with stride 0.
+struct Slot {
+  std::string_view name;
+  std::string_view core;
+  jaxflash_tensor& (*tensor)(Params&);
+  bool shared_core = false;
+};
+
+#define JAXFLASH_MEMBER(member) +[](Params& p) -> jaxflash_tensor& { return p.member; }
+constexpr Slot kSlots[] = {
+    {"query", "TNH", JAXFLASH_MEMBER(forward.q)},
+    {"key", "SKH", JAXFLASH_MEMBER(forward.k)},
+    {"value", "SKV", JAXFLASH_MEMBER(forward.v)},
+    {"scale", "", JAXFLASH_MEMBER(forward.scale)},
+    {"query_offset", "", JAXFLASH_MEMBER(forward.query_offset)},
+    {"query_seq_lengths", "", JAXFLASH_MEMBER(forward.q_seq_lengths)},
+    {"key_value_seq_lengths", "", JAXFLASH_MEMBER(forward.kv_seq_lengths)},
+    {"bias", "NTS", JAXFLASH_MEMBER(forward.bias), /*shared_core=*/true},
+    {"mask", "NTS", JAXFLASH_MEMBER(forward.mask), /*shared_core=*/true},
+    {"query_segment_ids", "T", JAXFLASH_MEMBER(forward.q_segment_ids)},
+    {"key_value_segment_ids", "S", JAXFLASH_MEMBER(forward.kv_segment_ids)},
+    {"sinks", "N", JAXFLASH_MEMBER(forward.sinks)},
+    {"alibi_slopes", "N", JAXFLASH_MEMBER(forward.alibi_slopes)},
+    {"dropout_seed", "2", JAXFLASH_MEMBER(forward.dropout_seed)},
+    {"out", "TNV", JAXFLASH_MEMBER(forward.out)},
+    {"lse", "NT", JAXFLASH_MEMBER(forward.lse)},
+    {"d_out", "TNV", JAXFLASH_MEMBER(d_out)},
+    {"d_lse", "NT", JAXFLASH_MEMBER(d_lse)},
+    {"dq", "TNH", JAXFLASH_MEMBER(dq)},
+    {"dk", "SKH", JAXFLASH_MEMBER(dk)},
+    {"dv", "SKV", JAXFLASH_MEMBER(dv)},
+    {"dscale", "NT", JAXFLASH_MEMBER(dscale)},
+    {"dbias", "NTS", JAXFLASH_MEMBER(dbias), /*shared_core=*/true},
+    {"dsinks", "NT", JAXFLASH_MEMBER(dsinks)},
+    {"dalibi", "NT", JAXFLASH_MEMBER(dalibi)},
+};
+#undef JAXFLASH_MEMBER
+
+struct Bound {
+  const Slot* slot;
+  AnyBuffer buffer;
+  bool is_result;
+};
+
+int32_t to_dtype(DataType type) {
+  switch (type) {
+    case DataType::F32:
+      return JAXFLASH_FLOAT32;
+    case DataType::BF16:
+      return JAXFLASH_BFLOAT16;
+    case DataType::F16:
+      return JAXFLASH_FLOAT16;
+    case DataType::S32:
+      return JAXFLASH_INT32;
+    case DataType::U32:
+      return JAXFLASH_UINT32;
+    case DataType::PRED:
+      return JAXFLASH_BOOL;
+    default:
+      return JAXFLASH_NO_DTYPE;
+  }
+}
+
+std::string to_text(AnyBuffer::Dimensions dims) {
+  std::string text = "[";
+  for (size_t i = 0; i < dims.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(dims[i]);
+  }
+  return text + "]";
+}
+
+Error shape_error(const Bound& bound, const std::string& expected) {
+  return Error::InvalidArgument(std::string(bound.slot->name) + " must have " +
+                                expected + ", got shape " +
+                                to_text(bound.buffer.dimensions()));
+}
+
+std::vector<std::string_view> split(std::string_view names) {
+  std::vector<std::string_view> parts;
+  while (!names.empty()) {
+    const size_t comma = std::min(names.find(','), names.size());
+    parts.push_back(names.substr(0, comma));
+    names.remove_prefix(std::min(comma + 1, names.size()));
+  }
+  return parts;
+}
+
+const Slot* find_slot(std::string_view name) {
+  for (const Slot& slot : kSlots) {
+    if (slot.name == name) return &slot;
+  }
+  return nullptr;
+}
+
+template <typename T>
+T attribute(const Dictionary& attributes, std::string_view name, Error* error) {
+  auto value = attributes.get<T>(name);
+  if (value.has_value()) return *value;
+  *error = Error::InvalidArgument("attribute " + std::string(name) + ": " +
+                                  value.error().message());
+  return T{};
+}
+
+Error bind_attributes(const Dictionary& attributes, jaxflash_attention_params* p) {
+  Error error;
+  p->is_causal = attribute<bool>(attributes, "is_causal", &error);
+  p->window_left = attribute<int64_t>(attributes, "window_left", &error);
+  p->window_right = attribute<int64_t>(attributes, "window_right", &error);
+  p->softcap = static_cast<float>(attribute<double>(attributes, "softcap", &error));
+  p->dropout_rate =
+      static_cast<float>(attribute<double>(attributes, "dropout_rate", &error));
+  p->deterministic = attribute<bool>(attributes, "deterministic", &error);
+  p->precision =
+      static_cast<int32_t>(attribute<int64_t>(attributes, "precision", &error));
+  return error;
+}
+
+// The size that a letter of `core` stands for. query, key and value define the letters.
+int64_t* letter_size(char letter, jaxflash_attention_params* p) {
+  switch (letter) {
+    case 'T':
+      return &p->q_len;
+    case 'S':
+      return &p->kv_len;
+    case 'N':
+      return &p->num_heads;
+    case 'K':
+      return &p->num_kv_heads;
+    case 'H':
+      return &p->head_dim;
+    default:
+      return &p->value_head_dim;
+  }
+}
+
+Error bind_core_sizes(const std::vector<Bound>& all, jaxflash_attention_params* p) {
+  uint64_t known = 0;  // bit per letter
+  for (const Bound& bound : all) {
+    const std::string_view core = bound.slot->core;
+    const auto dims = bound.buffer.dimensions();
+    if (dims.size() < core.size()) {
+      return shape_error(bound, "at least " + std::to_string(core.size()) + " axes");
+    }
+    for (size_t i = 0; i < core.size(); ++i) {
+      const int64_t size = dims[dims.size() - core.size() + i];
+      if (bound.slot->shared_core && size == 1) continue;
+      const uint64_t bit = uint64_t{1} << (core[i] - '0');
+      int64_t two = 2;
+      int64_t* expected = core[i] == '2' ? &two : letter_size(core[i], p);
+      if (core[i] != '2' && (known & bit) == 0) {
+        *expected = size;
+        known |= bit;
+      }
+      if (size != *expected) {
+        return shape_error(bound, "size " + std::to_string(*expected) + " (" + core[i] +
+                                      ") on core axis " + std::to_string(i));
+      }
+    }
+  }
+  return Error::Success();
+}
+
+// The broadcast of the leading axes of all operands.
+Error find_batch_shape(const std::vector<Bound>& all, Shape* batch) {
+  for (const Bound& bound : all) {
+    if (bound.is_result) continue;
+    const auto dims = bound.buffer.dimensions();
+    const size_t rank = dims.size() - bound.slot->core.size();
+    if (rank > batch->size()) batch->insert(batch->begin(), rank - batch->size(), 1);
+    for (size_t i = 0; i < rank; ++i) {
+      int64_t& size = (*batch)[batch->size() - rank + i];
+      if (size == 1) size = dims[i];
+      if (dims[i] != 1 && dims[i] != size) {
+        return shape_error(bound, "batch axes of size 1 or " + std::to_string(size));
+      }
+    }
+  }
+  return Error::Success();
+}
+
+// Fills the core strides of a row-major buffer and returns its batch strides, one per
+// axis of the batch shape.
+Shape bind_strides(const Bound& bound, size_t batch_rank, jaxflash_tensor* tensor) {
+  const auto dims = bound.buffer.dimensions();
+  const std::string_view core = bound.slot->core;
+  Shape batch_strides(batch_rank, 0);
+  int64_t stride = 1;
+  for (size_t i = dims.size(); i-- > 0;) {
+    const int64_t current = dims[i] == 1 ? 0 : stride;
+    const size_t leading = dims.size() - core.size();
+    if (i >= leading) {
+      tensor->strides[i - leading] = current;
+    } else {
+      batch_strides[batch_rank - leading + i] = current;
+    }
+    stride *= dims[i];
+  }
+  return batch_strides;
+}
+
+// Merges adjacent batch axes that every tensor walks in one stride and drops axes of
+// size 1, so that kernels see few axes whatever vmap stacked up.
+void merge_batch_axes(Shape* batch, std::vector<Shape>* strides) {
+  Shape merged;
+  std::vector<Shape> merged_strides(strides->size());
+  for (size_t axis = 0; axis < batch->size(); ++axis) {
+    const int64_t size = (*batch)[axis];
+    if (size == 1) continue;
+    bool merges = !merged.empty();
+    for (size_t t = 0; merges && t < strides->size(); ++t) {
+      merges = merged_strides[t].back() == (*strides)[t][axis] * size;
+    }
+    if (merges) {
+      merged.back() *= size;
+    } else {
+      merged.push_back(size);
+    }
+    for (size_t t = 0; t < strides->size(); ++t) {
+      if (merges) merged_strides[t].pop_back();
+      merged_strides[t].push_back((*strides)[t][axis]);
+    }
+  }
+  *batch = std::move(merged);
+  *strides = std::move(merged_strides);
+}
+
+Error check_result(const Bound& bound, const Shape& batch) {
+  const auto dims = bound.buffer.dimensions();
+  if (dims.size() == batch.size() + bound.slot->core.size() &&
+      std::equal(batch.begin(), batch.end(), dims.begin())) {
+    return Error::Success();
+  }
+  return shape_error(
+      bound, "the full batch shape " +
+                 to_text(AnyBuffer::Dimensions(batch.data(), batch.size())));
+}
+
+// Binds every tensor of the call once sizes and batch shape are known.
+Error bind_tensors(const std::vector<Bound>& all, Shape batch, Params* params) {
+  jaxflash_attention_params& forward = params->forward;
+  std::vector<Shape> batch_strides;
+  for (const Bound& bound : all) {
+    if (bound.is_result) {
+      if (Error error = check_result(bound, batch); error.failure()) return error;
+    }
+    // XLA may hand out NULL for an empty buffer, which would read as an absent tensor.
+    static constexpr uint64_t kEmpty[2] = {};
+    jaxflash_tensor& tensor = bound.slot->tensor(*params);
+    void* data = bound.buffer.untyped_data();
+    tensor.data = data != nullptr ? data : const_cast<uint64_t*>(kEmpty);
+    tensor.dtype = to_dtype(bound.buffer.element_type());
+    batch_strides.push_back(bind_strides(bound, batch.size(), &tensor));
+  }
+  merge_batch_axes(&batch, &batch_strides);
+  if (batch.size() > JAXFLASH_MAX_BATCH_RANK) {
+    return Error::InvalidArgument(
+        "operands must leave at most " + std::to_string(JAXFLASH_MAX_BATCH_RANK) +
+        " batch axes after merging, got " +
+        to_text(AnyBuffer::Dimensions(batch.data(), batch.size())));
+  }
+  forward.batch_rank = static_cast<int32_t>(batch.size());
+  std::copy(batch.begin(), batch.end(), forward.batch_shape);
+  for (size_t t = 0; t < all.size(); ++t) {
+    std::copy(batch_strides[t].begin(), batch_strides[t].end(),
+              all[t].slot->tensor(*params).batch_strides);
+  }
+  return Error::Success();
+}
+
+// Pairs names and buffers; the workspace is the only tensor without a slot.
+template <typename Get>
+Error collect(std::string_view names, size_t count, bool is_result, Get get,
+              std::vector<Bound>* all, Call* call) {
+  const std::vector<std::string_view> parts = split(names);
+  const std::string kind = is_result ? "results" : "operands";
+  if (parts.size() != count) {
+    return Error::InvalidArgument("attribute " + kind + " must name " +
+                                  std::to_string(count) + " tensors, got " +
+                                  std::string(names));
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const AnyBuffer buffer = get(i);
+    if (is_result && parts[i] == "workspace") {
+      call->workspace = buffer.untyped_data();
+      call->workspace_bytes = buffer.size_bytes();
+      continue;
+    }
+    const Slot* slot = find_slot(parts[i]);
+    if (slot == nullptr) {
+      return Error::InvalidArgument("attribute " + kind +
+                                    " must use names of attention tensors, got " +
+                                    std::string(parts[i]));
+    }
+    all->push_back({slot, buffer, is_result});
+  }
+  return Error::Success();
+}
+
+}  // namespace
+
+Error bind(xla::ffi::RemainingArgs arguments, xla::ffi::RemainingRets results,
+           Dictionary attributes, Call* call) {
+  call->params.struct_size = sizeof(call->params);
+  call->params.forward.struct_size = sizeof(call->params.forward);
+
+  Error error = bind_attributes(attributes, &call->params.forward);
+  const auto operand_names = attribute<std::string_view>(attributes, "operands", &error);
+  const auto result_names = attribute<std::string_view>(attributes, "results", &error);
+  if (error.failure()) return error;
+
+  std::vector<Bound> all;
+  error = collect(
+      operand_names, arguments.size(), /*is_result=*/false,
+      [&](size_t i) { return *arguments.get<AnyBuffer>(i); }, &all, call);
+  if (error.failure()) return error;
+  error = collect(
+      result_names, results.size(), /*is_result=*/true,
+      [&](size_t i) { return **results.get<AnyBuffer>(i); }, &all, call);
+  if (error.failure()) return error;
+
+  error = bind_core_sizes(all, &call->params.forward);
+  if (error.failure()) return error;
+  Shape batch;
+  error = find_batch_shape(all, &batch);
+  if (error.failure()) return error;
+  return bind_tensors(all, std::move(batch), &call->params);
+}
+
+Error to_error(jaxflash_status status) {
+  switch (status) {
+    case JAXFLASH_OK:
+      return Error::Success();
+    case JAXFLASH_INVALID_ARGUMENT:
+      return Error::InvalidArgument(jaxflash_last_error());
+    case JAXFLASH_UNSUPPORTED:
+      return Error(xla::ffi::ErrorCode::kUnimplemented, jaxflash_last_error());
+    case JAXFLASH_UNAVAILABLE:
+      return Error(xla::ffi::ErrorCode::kUnavailable, jaxflash_last_error());
+    default:
+      return Error::Internal(jaxflash_last_error());
+  }
+}
+
+}  // namespace jaxflash::ffi
