@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What one batch element of a call looks like to the kernels: where its tensors start,
+// and which (i, j) are visible.
+#ifndef JAXFLASH_CSRC_CPU_PROBLEM_H_
+#define JAXFLASH_CSRC_CPU_PROBLEM_H_
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "jaxflash/attention.h"
+
+namespace jaxflash::cpu {
+
+// Start of a batch element's part of a tensor.
+template <class T>
+T* batch_pointer(const jaxflash_attention_params& p, const jaxflash_tensor& tensor,
+                 int64_t batch) {
+  int64_t offset = 0;
+  for (int axis = p.batch_rank - 1; axis >= 0; --axis) {
+    offset += batch % p.batch_shape[axis] * tensor.batch_strides[axis];
+    batch /= p.batch_shape[axis];
+  }
+  return static_cast<T*>(tensor.data) + offset;
+}
+
+// A scalar input, or its default where it is absent.
+template <class T>
+T scalar_or(const jaxflash_attention_params& p, const jaxflash_tensor& tensor,
+            int64_t batch, T absent) {
+  return tensor.data == nullptr ? absent : *batch_pointer<const T>(p, tensor, batch);
+}
+
+inline float scale_of(const jaxflash_attention_params& p, int64_t batch) {
+  const double absent = 1.0 / std::sqrt(static_cast<double>(p.head_dim));
+  return scalar_or<float>(p, p.scale, batch, static_cast<float>(absent));
+}
+
+// Row i < q_rows sees the keys [0, key_limit(i)); later rows see none.
+struct Visibility {
+  int64_t q_rows;   // min(T, query length)
+  int64_t kv_rows;  // keys that some row sees: later ones are never read
+  int64_t offset;   // query_offset, clamped to +-2^30
+  bool is_causal;
+
+  Visibility(const jaxflash_attention_params& p, int64_t batch) {
+    constexpr int64_t kOffsetLimit = int64_t{1} << 30;
+    auto length = [&](const jaxflash_tensor& lengths, int64_t padded) {
+      if (lengths.data == nullptr) return padded;
+      const int64_t given = *batch_pointer<const int32_t>(p, lengths, batch);
+      return std::clamp<int64_t>(given, 0, padded);
+    };
+    q_rows = length(p.q_seq_lengths, p.q_len);
+    kv_rows = length(p.kv_seq_lengths, p.kv_len);
+    offset = std::clamp<int64_t>(scalar_or<int32_t>(p, p.query_offset, batch, 0),
+                                 -kOffsetLimit, kOffsetLimit);
+    is_causal = p.is_causal != 0;
+    kv_rows = q_rows == 0 ? 0 : key_limit(q_rows - 1);
+  }
+
+  int64_t key_limit(int64_t i) const {
+    return is_causal ? std::clamp<int64_t>(i + offset + 1, 0, kv_rows) : kv_rows;
+  }
+
+  // The first row that sees key j.
+  int64_t first_row(int64_t j) const {
+    return is_causal ? std::max<int64_t>(j - offset, 0) : 0;
+  }
+};
+
+}  // namespace jaxflash::cpu
+
+#endif  // JAXFLASH_CSRC_CPU_PROBLEM_H_
