@@ -9,7 +9,8 @@ target_include_directories(jaxflash_options INTERFACE
 target_compile_options(jaxflash_options INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic>)
 
-add_library(jaxflash SHARED csrc/api/status.cc csrc/api/validate.cc)
+add_library(jaxflash SHARED
+  csrc/api/status.cc csrc/api/support.cc csrc/api/tensor_checks.cc csrc/api/validate.cc)
 add_library(jaxflash::jaxflash ALIAS jaxflash)
 target_link_libraries(jaxflash PRIVATE $<BUILD_INTERFACE:jaxflash_options>)
 target_include_directories(jaxflash INTERFACE
