@@ -252,9 +252,8 @@ Error check_result(const Bound& bound, const Shape& batch) {
       std::equal(batch.begin(), batch.end(), dims.begin())) {
     return Error::Success();
   }
-  return shape_error(
-      bound, "the full batch shape " +
-                 to_text(AnyBuffer::Dimensions(batch.data(), batch.size())));
+  return shape_error(bound, "the full batch shape " + to_text(AnyBuffer::Dimensions(
+                                                          batch.data(), batch.size())));
 }
 
 // Binds every tensor of the call once sizes and batch shape are known.
@@ -326,7 +325,8 @@ Error bind(xla::ffi::RemainingArgs arguments, xla::ffi::RemainingRets results,
   call->params.forward.struct_size = sizeof(call->params.forward);
 
   Error error = bind_attributes(attributes, &call->params.forward);
-  const auto operand_names = attribute<std::string_view>(attributes, "operands", &error);
+  const auto operand_names =
+      attribute<std::string_view>(attributes, "operands", &error);
   const auto result_names = attribute<std::string_view>(attributes, "results", &error);
   if (error.failure()) return error;
 

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // XLA FFI handlers of the CPU backend.
-#include "ffi/handlers.h"
-
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -11,6 +9,7 @@
 #include <mutex>
 
 #include "ffi/bind.h"
+#include "ffi/handlers.h"
 
 namespace jaxflash::ffi {
 namespace {

@@ -17,7 +17,7 @@ NB_MODULE(_cpu, module) {
     info["version"] = jaxflash_version();
     return info;
   });
-  jaxflash::python::define_workspace_bytes(
-      module, {jaxflash_attention_forward_workspace_cpu,
-               jaxflash_attention_backward_workspace_cpu});
+  jaxflash::python::define_workspace_bytes(module,
+                                           {jaxflash_attention_forward_workspace_cpu,
+                                            jaxflash_attention_backward_workspace_cpu});
 }

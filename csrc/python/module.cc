@@ -93,8 +93,8 @@ void define_workspace_bytes(nb::module_& module, WorkspaceQueries queries) {
     params.dscale = forward.lse;
     return checked(queries.backward(&params, &bytes), bytes);
   };
-  module.def("workspace_bytes", workspace_bytes, nb::arg("direction"),
-             nb::arg("dtype"), nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"),
+  module.def("workspace_bytes", workspace_bytes, nb::arg("direction"), nb::arg("dtype"),
+             nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"),
              nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"),
              nb::arg("value_head_dim"), nb::arg("deterministic"));
 }
