@@ -2,7 +2,8 @@
 #
 # libjaxflash: the C API over all kernels, and its CMake package.
 
-# What every part of the library is compiled with; csrc/cpu and csrc/cuda link it.
+# What every part of the library is compiled with; jaxflash_cpu and jaxflash_cuda
+# are object libraries that link it too.
 add_library(jaxflash_options INTERFACE)
 target_include_directories(jaxflash_options INTERFACE
   ${PROJECT_SOURCE_DIR}/csrc ${PROJECT_SOURCE_DIR}/csrc/include)
@@ -13,6 +14,7 @@ add_library(jaxflash SHARED
   csrc/api/status.cc csrc/api/support.cc csrc/api/tensor_checks.cc csrc/api/validate.cc)
 add_library(jaxflash::jaxflash ALIAS jaxflash)
 target_link_libraries(jaxflash PRIVATE $<BUILD_INTERFACE:jaxflash_options>)
+target_link_options(jaxflash PRIVATE -Wl,--no-undefined -Wl,--exclude-libs,ALL)
 target_include_directories(jaxflash INTERFACE
   $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/csrc/include>
   $<INSTALL_INTERFACE:${install_includedir}>)
@@ -21,13 +23,11 @@ if(NOT SKBUILD)
     VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR})
 endif()
 
-if(EXISTS ${PROJECT_SOURCE_DIR}/csrc/cpu/CMakeLists.txt)
-  add_subdirectory(csrc/cpu)
-  target_link_libraries(jaxflash PRIVATE $<BUILD_INTERFACE:jaxflash_cpu>)
-endif()
+add_subdirectory(csrc/cpu)
+target_sources(jaxflash PRIVATE $<TARGET_OBJECTS:jaxflash_cpu>)
 if(JAXFLASH_WITH_CUDA AND EXISTS ${PROJECT_SOURCE_DIR}/csrc/cuda/CMakeLists.txt)
   add_subdirectory(csrc/cuda)
-  target_link_libraries(jaxflash PRIVATE $<BUILD_INTERFACE:jaxflash_cuda>)
+  target_sources(jaxflash PRIVATE $<TARGET_OBJECTS:jaxflash_cuda>)
   set(jaxflash_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}")
   set(jaxflash_CUDA_VERSION "${CMAKE_CUDA_COMPILER_VERSION}")
 else()

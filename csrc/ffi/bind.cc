@@ -5,114 +5,19 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
+
+#include "ffi/slots.h"
 
 namespace jaxflash::ffi {
 namespace {
 
 using ::xla::ffi::AnyBuffer;
-using ::xla::ffi::DataType;
 using ::xla::ffi::Dictionary;
 using ::xla::ffi::Error;
 
-using Params = jaxflash_attention_backward_params;
 using Shape = std::vector<int64_t>;
-
-// What the binder knows about an operand or result. `core` has one letter per core axis
-// (T, S, N, K, H as in the C API, V for Hv, 2 for two); the axes of a `shared_core`
-// tensor may also be 1, which the kernels read with stride 0.
-struct Slot {
-  std::string_view name;
-  std::string_view core;
-  jaxflash_tensor& (*tensor)(Params&);
-  bool shared_core = false;
-};
-
-#define JAXFLASH_MEMBER(member) +[](Params& p) -> jaxflash_tensor& { return p.member; }
-constexpr Slot kSlots[] = {
-    {"query", "TNH", JAXFLASH_MEMBER(forward.q)},
-    {"key", "SKH", JAXFLASH_MEMBER(forward.k)},
-    {"value", "SKV", JAXFLASH_MEMBER(forward.v)},
-    {"scale", "", JAXFLASH_MEMBER(forward.scale)},
-    {"query_offset", "", JAXFLASH_MEMBER(forward.query_offset)},
-    {"query_seq_lengths", "", JAXFLASH_MEMBER(forward.q_seq_lengths)},
-    {"key_value_seq_lengths", "", JAXFLASH_MEMBER(forward.kv_seq_lengths)},
-    {"bias", "NTS", JAXFLASH_MEMBER(forward.bias), /*shared_core=*/true},
-    {"mask", "NTS", JAXFLASH_MEMBER(forward.mask), /*shared_core=*/true},
-    {"query_segment_ids", "T", JAXFLASH_MEMBER(forward.q_segment_ids)},
-    {"key_value_segment_ids", "S", JAXFLASH_MEMBER(forward.kv_segment_ids)},
-    {"sinks", "N", JAXFLASH_MEMBER(forward.sinks)},
-    {"alibi_slopes", "N", JAXFLASH_MEMBER(forward.alibi_slopes)},
-    {"dropout_seed", "2", JAXFLASH_MEMBER(forward.dropout_seed)},
-    {"out", "TNV", JAXFLASH_MEMBER(forward.out)},
-    {"lse", "NT", JAXFLASH_MEMBER(forward.lse)},
-    {"d_out", "TNV", JAXFLASH_MEMBER(d_out)},
-    {"d_lse", "NT", JAXFLASH_MEMBER(d_lse)},
-    {"dq", "TNH", JAXFLASH_MEMBER(dq)},
-    {"dk", "SKH", JAXFLASH_MEMBER(dk)},
-    {"dv", "SKV", JAXFLASH_MEMBER(dv)},
-    {"dscale", "NT", JAXFLASH_MEMBER(dscale)},
-    {"dbias", "NTS", JAXFLASH_MEMBER(dbias), /*shared_core=*/true},
-    {"dsinks", "NT", JAXFLASH_MEMBER(dsinks)},
-    {"dalibi", "NT", JAXFLASH_MEMBER(dalibi)},
-};
-#undef JAXFLASH_MEMBER
-
-struct Bound {
-  const Slot* slot;
-  AnyBuffer buffer;
-  bool is_result;
-};
-
-int32_t to_dtype(DataType type) {
-  switch (type) {
-    case DataType::F32:
-      return JAXFLASH_FLOAT32;
-    case DataType::BF16:
-      return JAXFLASH_BFLOAT16;
-    case DataType::F16:
-      return JAXFLASH_FLOAT16;
-    case DataType::S32:
-      return JAXFLASH_INT32;
-    case DataType::U32:
-      return JAXFLASH_UINT32;
-    case DataType::PRED:
-      return JAXFLASH_BOOL;
-    default:
-      return JAXFLASH_NO_DTYPE;
-  }
-}
-
-std::string to_text(AnyBuffer::Dimensions dims) {
-  std::string text = "[";
-  for (size_t i = 0; i < dims.size(); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(dims[i]);
-  }
-  return text + "]";
-}
-
-Error shape_error(const Bound& bound, const std::string& expected) {
-  return Error::InvalidArgument(std::string(bound.slot->name) + " must have " +
-                                expected + ", got shape " +
-                                to_text(bound.buffer.dimensions()));
-}
-
-std::vector<std::string_view> split(std::string_view names) {
-  std::vector<std::string_view> parts;
-  while (!names.empty()) {
-    const size_t comma = std::min(names.find(','), names.size());
-    parts.push_back(names.substr(0, comma));
-    names.remove_prefix(std::min(comma + 1, names.size()));
-  }
-  return parts;
-}
-
-const Slot* find_slot(std::string_view name) {
-  for (const Slot& slot : kSlots) {
-    if (slot.name == name) return &slot;
-  }
-  return nullptr;
-}
 
 template <typename T>
 T attribute(const Dictionary& attributes, std::string_view name, Error* error) {
@@ -135,24 +40,6 @@ Error bind_attributes(const Dictionary& attributes, jaxflash_attention_params* p
   p->precision =
       static_cast<int32_t>(attribute<int64_t>(attributes, "precision", &error));
   return error;
-}
-
-// The size that a letter of `core` stands for. query, key and value define the letters.
-int64_t* letter_size(char letter, jaxflash_attention_params* p) {
-  switch (letter) {
-    case 'T':
-      return &p->q_len;
-    case 'S':
-      return &p->kv_len;
-    case 'N':
-      return &p->num_heads;
-    case 'K':
-      return &p->num_kv_heads;
-    case 'H':
-      return &p->head_dim;
-    default:
-      return &p->value_head_dim;
-  }
 }
 
 Error bind_core_sizes(const std::vector<Bound>& all, jaxflash_attention_params* p) {
@@ -257,7 +144,8 @@ Error check_result(const Bound& bound, const Shape& batch) {
 }
 
 // Binds every tensor of the call once sizes and batch shape are known.
-Error bind_tensors(const std::vector<Bound>& all, Shape batch, Params* params) {
+Error bind_tensors(const std::vector<Bound>& all, Shape batch,
+                   jaxflash_attention_backward_params* params) {
   jaxflash_attention_params& forward = params->forward;
   std::vector<Shape> batch_strides;
   for (const Bound& bound : all) {
@@ -325,19 +213,16 @@ Error bind(xla::ffi::RemainingArgs arguments, xla::ffi::RemainingRets results,
   call->params.forward.struct_size = sizeof(call->params.forward);
 
   Error error = bind_attributes(attributes, &call->params.forward);
-  const auto operand_names =
-      attribute<std::string_view>(attributes, "operands", &error);
-  const auto result_names = attribute<std::string_view>(attributes, "results", &error);
+  const auto operands = attribute<std::string_view>(attributes, "operands", &error);
+  const auto names = attribute<std::string_view>(attributes, "results", &error);
   if (error.failure()) return error;
 
   std::vector<Bound> all;
-  error = collect(
-      operand_names, arguments.size(), /*is_result=*/false,
-      [&](size_t i) { return *arguments.get<AnyBuffer>(i); }, &all, call);
+  auto operand = [&](size_t i) { return *arguments.get<AnyBuffer>(i); };
+  auto result = [&](size_t i) { return **results.get<AnyBuffer>(i); };
+  error = collect(operands, arguments.size(), /*is_result=*/false, operand, &all, call);
   if (error.failure()) return error;
-  error = collect(
-      result_names, results.size(), /*is_result=*/true,
-      [&](size_t i) { return **results.get<AnyBuffer>(i); }, &all, call);
+  error = collect(names, results.size(), /*is_result=*/true, result, &all, call);
   if (error.failure()) return error;
 
   error = bind_core_sizes(all, &call->params.forward);
