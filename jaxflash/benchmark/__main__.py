@@ -1,0 +1,136 @@
+"""Command line of the benchmark."""
+
+import argparse
+import dataclasses
+import datetime
+import os
+import pathlib
+import shlex
+import sys
+
+import jax
+
+from jaxflash.benchmark import machine, plots, report
+from jaxflash.benchmark.cases import WORK, Grid, default_grid
+from jaxflash.benchmark.peers import PEERS, installed_peers
+from jaxflash.benchmark.session import Session
+from jaxflash.benchmark.timing import Protocol
+
+
+def parse(argv=None) -> argparse.Namespace:
+    """Options; what is not given comes from the default grid of the backend."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxflash.benchmark",
+        description="Measures attention side by side: jaxflash, jax.nn and what else "
+        "is installed. Everything is checked before it is timed.",
+    )
+    shapes = parser.add_argument_group("what (default: a grid for the backend)")
+    shapes.add_argument("--length", nargs="+", type=int, help="T = S")
+    shapes.add_argument("--head-dim", nargs="+", type=int, help="H")
+    shapes.add_argument(
+        "--dtype", nargs="+", choices=("float32", "bfloat16", "float16")
+    )
+    shapes.add_argument("--mask", nargs="+", choices=("full", "causal"))
+    shapes.add_argument(
+        "--direction",
+        nargs="+",
+        choices=WORK,
+        help="both: forward and backward in one program",
+    )
+    shapes.add_argument("--batch", type=int, help="B")
+    shapes.add_argument("--tokens", type=int, help="B * T, instead of --batch")
+    shapes.add_argument("--heads", type=int, help="N")
+    shapes.add_argument("--hidden", type=int, help="N * H, instead of --heads")
+    shapes.add_argument("--kv-heads", type=int, help="K, default N")
+    how = parser.add_argument_group("how")
+    how.add_argument("--peers", nargs="+", choices=PEERS, help="default: all installed")
+    how.add_argument(
+        "--mode",
+        nargs="+",
+        choices=("burst", "sustained"),
+        default=["burst", "sustained"],
+        help="burst: a few calls after a pause; sustained: back to back",
+    )
+    how.add_argument("--quick", action="store_true", help="a small grid, under 60 s")
+    how.add_argument("--budget-s", type=float, help="start no case that would pass it")
+    how.add_argument(
+        "--rounds", type=int, help="turns of each peer, default 3, quick 1"
+    )
+    how.add_argument("--window-s", type=float, default=0.25, help="sustained window")
+    how.add_argument("--max-call-s", type=float, default=30.0, help="skip slower calls")
+    how.add_argument("--seed", type=int, default=0)
+    how.add_argument("--out", type=pathlib.Path, default="out/benchmark")
+    how.add_argument("--no-plots", action="store_true")
+    args = parser.parse_args(argv)
+    if args.kv_heads and args.heads and args.heads % args.kv_heads:
+        parser.error(
+            f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}"
+        )
+    return args
+
+
+def grid(args: argparse.Namespace, backend: str) -> Grid:
+    """The default grid with what the command line says."""
+    changes = {
+        "lengths": args.length,
+        "head_dims": args.head_dim,
+        "dtypes": args.dtype,
+        "masks": args.mask,
+        "directions": args.direction,
+    }
+    chosen = {name: tuple(value) for name, value in changes.items() if value}
+    if args.batch or args.tokens:
+        chosen |= {"batch": args.batch, "tokens": args.tokens}
+    if args.heads or args.hidden:
+        chosen |= {"num_heads": args.heads, "hidden": args.hidden}
+    if args.kv_heads:
+        chosen["num_kv_heads"] = args.kv_heads
+    return dataclasses.replace(default_grid(backend, args.quick), **chosen)
+
+
+def main(argv=None) -> int:
+    """Runs the sweep; 0 if jaxflash was timed in every case that was reached."""
+    args = parse(argv)
+    # Peers outside JAX need memory too, and JAX would take most of the GPU's at once.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    backend = "gpu" if jax.default_backend() == "gpu" else "cpu"
+    command = shlex.join(sys.argv[1:] if argv is None else argv)
+    about = {
+        "command": f"python -m jaxflash.benchmark {command}".strip(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": machine.describe(),
+    }
+    session = Session(
+        peers=args.peers or installed_peers(backend),
+        protocol=Protocol(
+            modes=tuple(args.mode),
+            rounds=args.rounds or (1 if args.quick else 3),
+            window_s=args.window_s,
+        ),
+        seed=args.seed,
+        budget_s=args.budget_s or (50.0 if args.quick else None),
+        max_call_s=args.max_call_s,
+        save=lambda session: report.write(args.out, session, about),
+    )
+    place = about["machine"]
+    versions = place["versions"]
+    title = f"{place['device'] if backend == 'gpu' else place['cpu']}, "
+    title += f"jax {versions['jax']}"
+    print(f"{title}; implementations: {', '.join(session.peers)}")
+
+    session.run(
+        grid(args, backend).cases(),
+        lambda results: report.summary(results, session.protocol.modes),
+    )
+    report.write(args.out, session, about)
+    print(f"\n{report.table(session)}")
+    print("\n".join(report.notes(session)))
+    if not args.no_plots:
+        plots.draw(args.out, session, title)
+    print(f"JSON, CSV, table and plots: {args.out}")
+    ours = [r for r in session.results if r.implementation == report.OURS]
+    return 0 if all(r.status == "ok" for r in ours) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""One run of the benchmark: compile, check, time, within a budget."""
+
+import concurrent.futures
+import dataclasses
+import gc
+import os
+import time
+from collections.abc import Callable
+
+import jax
+from tqdm import tqdm
+
+from jaxflash.benchmark import checks, machine, timing
+from jaxflash.benchmark.cases import Case, make_inputs
+from jaxflash.benchmark.peers import PEERS, matmul_program
+
+
+@dataclasses.dataclass
+class Result:
+    """What came out for one implementation in one case."""
+
+    case: Case
+    implementation: str
+    status: str = "ok"  # ok, unsupported, out of memory, disagrees, failed, skipped
+    detail: str = ""
+    memory_bytes: int | None = None
+    deviation: dict = dataclasses.field(default_factory=dict)
+    times: timing.Timing = dataclasses.field(default_factory=timing.Timing)
+
+
+@dataclasses.dataclass
+class Session:
+    """Runs cases with their peers and keeps every result.
+
+    Attributes:
+      peers: names of `peers.PEERS`.
+      protocol: how to time.
+      seed: of the inputs.
+      budget_s: seconds after which no further case starts; None for no limit.
+      max_call_s: a call that is predicted to take longer is skipped.
+      save: called after the roofline and after each case.
+    """
+
+    peers: list[str]
+    protocol: timing.Protocol
+    seed: int = 0
+    budget_s: float | None = None
+    max_call_s: float = 30.0
+    save: Callable[["Session"], None] = lambda session: None
+    results: list[Result] = dataclasses.field(default_factory=list)
+    roofline: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    stopped_early: bool = False
+    _rates: dict = dataclasses.field(default_factory=dict)
+
+    def run(self, cases: list[Case], summary: Callable[[list[Result]], str]) -> None:
+        """Measures the cases in their order and prints the summary of each."""
+        began = time.monotonic()
+        longest = 0.0
+        # Compilation runs ahead of the timing, never beside it.
+        ahead = max(1, (os.cpu_count() or 1) // 4)
+        with tqdm(total=len(cases), unit="case", dynamic_ncols=True) as bar:
+            bar.set_description("roofline")
+            for dtype in dict.fromkeys(case.dtype for case in cases):
+                self._measure_roofline(dtype)
+            self.save(self)
+            for first in range(0, len(cases), ahead):
+                mark = time.monotonic()
+                chunk = cases[first : first + ahead]
+                bar.set_description(f"compile {len(chunk)} cases")
+                programs = self._compile(chunk)
+                compile_s = (time.monotonic() - mark) / len(chunk)
+                for case in chunk:
+                    mark = time.monotonic()
+                    expected_s = max(longest, 2 * compile_s)
+                    if self.budget_s and mark - began + expected_s > self.budget_s:
+                        self.stopped_early = True
+                        bar.set_description("stopped by the budget")
+                        return
+                    bar.set_description(case.label)
+                    done = self._measure(case, programs.pop(case))
+                    self.results += done
+                    bar.write(summary(done))
+                    bar.update()
+                    self.save(self)
+                    longest = max(longest, time.monotonic() - mark)
+
+    def _measure_roofline(self, dtype: str) -> None:
+        on_gpu = jax.default_backend() == "gpu"
+        program, flops = matmul_program(dtype, 8192 if on_gpu else 2048)
+        times = timing.Timing()
+        _, call_s = timing.first_calls(program)
+        for _ in range(self.protocol.rounds):
+            timing.measure_round(program, times, self.protocol, call_s)
+        self.roofline[dtype] = {
+            mode: flops / timing.seconds(times, mode) * 1e-12
+            for mode in self.protocol.modes
+        }
+
+    def _compile(self, chunk: list[Case]) -> dict[Case, dict[str, object]]:
+        """The program of each case and peer, or the exception that came instead."""
+
+        def build(case, name):
+            try:
+                return PEERS[name](case)
+            except Exception as error:
+                return error
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            futures = {
+                case: {name: pool.submit(build, case, name) for name in self.peers}
+                for case in chunk
+            }
+            return {
+                case: {name: future.result() for name, future in by_name.items()}
+                for case, by_name in futures.items()
+            }
+
+    def _measure(self, case: Case, programs: dict[str, object]) -> list[Result]:
+        """One case: every peer runs and is checked, then they are timed in turns."""
+        results = {name: Result(case, name) for name in self.peers}
+        inputs = make_inputs(case, self.seed)
+        truth = checks.dense_slice(case, inputs)
+        anchor = None
+        ready = {}
+        for name in self.peers:
+            result, program = results[name], programs.pop(name)
+            try:
+                if isinstance(program, Exception):
+                    raise program
+                result.memory_bytes = program.memory  # pyright: ignore
+                if self._skip(result):
+                    continue
+                program.load(inputs)  # pyright: ignore
+                raw, call_s = timing.first_calls(program)
+                arrays = program.arrays(raw)  # pyright: ignore
+                result.deviation, problem = checks.check(case, arrays, truth, anchor)
+            except Exception as error:
+                _explain(result, error)
+                continue
+            self._rates[_kind(result)] = call_s / case.flops
+            if problem:
+                result.status, result.detail = "disagrees", problem
+                continue
+            anchor = arrays if anchor is None else anchor
+            ready[name] = program, call_s
+            del raw, arrays
+        del anchor, truth, inputs
+
+        for turn in range(self.protocol.rounds):
+            for name in _rotated(list(ready), turn):
+                program, call_s = ready[name]
+                times = results[name].times
+                if turn and call_s > timing.LONG_CALL_S:
+                    continue
+                try:
+                    timing.measure_round(program, times, self.protocol, call_s)
+                except Exception as error:
+                    _explain(results[name], error)
+                    del ready[name]
+        ready.clear()
+        gc.collect()
+        return list(results.values())
+
+    def _skip(self, result: Result) -> bool:
+        """Whether the call would take too long, or more than the host's memory."""
+        rate = self._rates.get(_kind(result))
+        if rate and rate * result.case.flops > self.max_call_s:
+            result.status = "skipped"
+            result.detail = f"about {rate * result.case.flops:.0f} s a call"
+        needed = result.memory_bytes or 0
+        if jax.default_backend() == "cpu" and needed > machine.available_memory():
+            result.status = "out of memory"
+            result.detail = f"needs {needed / 2**30:.1f} GiB"
+        return result.status != "ok"
+
+
+def _kind(result: Result) -> tuple:
+    """What a peer's seconds per FLOP depend on, the length apart."""
+    case = result.case
+    return (result.implementation, case.dtype, case.head_dim, case.mask, case.direction)
+
+
+def _rotated(names: list[str], turn: int) -> list[str]:
+    """Another peer goes first in each round."""
+    shift = turn % len(names) if names else 0
+    return names[shift:] + names[:shift]
+
+
+def _explain(result: Result, error: Exception) -> None:
+    """Turns an exception into a status and one line."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    if "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
+        result.status = "out of memory"
+    elif isinstance(error, NotImplementedError | ImportError):
+        result.status = "unsupported"
+    else:
+        result.status = "failed"
+        text = f"{type(error).__name__}: {text}"
+    result.detail = text
