@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// C API entry points of CUDA: checks, the choice of the kernel, and the launch. The
+// tables below are the only place that knows which kernels were compiled.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <iterator>
+#include <utility>
+
+#include "api/status.h"
+#include "api/validate.h"
+#include "jaxflash/attention.h"
+#include "sm80/launch.h"
+#include "sm80/tile_config.h"
+
+namespace jaxflash {
+namespace {
+
+constexpr Support kSupport = {/*backend=*/"cuda", /*max_head_dim=*/256};
+constexpr size_t kWorkspaceAlignment = 256;
+
+using ForwardLauncher = cudaError_t (*)(const sm80::ForwardArguments&, cudaStream_t);
+using BackwardLauncher = cudaError_t (*)(const sm80::BackwardArguments&, cudaStream_t);
+
+template <class Element, int... kIndex>
+constexpr auto forward_launchers(std::integer_sequence<int, kIndex...>) {
+  return std::array{static_cast<ForwardLauncher>(sm80::launch_forward<Element, kIndex>)...};
+}
+
+template <class Element, int... kIndex>
+constexpr auto backward_launchers(std::integer_sequence<int, kIndex...>) {
+  return std::array{
+      static_cast<BackwardLauncher>(sm80::launch_backward<Element, kIndex>)...};
+}
+
+ForwardLauncher forward_launcher(int32_t dtype, int config) {
+  using Indices =
+      std::make_integer_sequence<int, static_cast<int>(std::size(sm80::kForwardConfigs))>;
+  static constexpr auto kBfloat16 = forward_launchers<__nv_bfloat16>(Indices{});
+  static constexpr auto kFloat16 = forward_launchers<__half>(Indices{});
+  return dtype == JAXFLASH_BFLOAT16 ? kBfloat16[config] : kFloat16[config];
+}
+
+BackwardLauncher backward_launcher(int32_t dtype, int config) {
+  using Indices = std::make_integer_sequence<
+      int, static_cast<int>(std::size(sm80::kBackwardConfigs))>;
+  static constexpr auto kBfloat16 = backward_launchers<__nv_bfloat16>(Indices{});
+  static constexpr auto kFloat16 = backward_launchers<__half>(Indices{});
+  return dtype == JAXFLASH_BFLOAT16 ? kBfloat16[config] : kFloat16[config];
+}
+
+int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
+// Whether every row starts on 16 bytes, so that rows may be moved in 16-byte chunks.
+bool rows_aligned(int64_t columns, std::initializer_list<const jaxflash_tensor*> all) {
+  constexpr int64_t kChunk = 8;
+  if (columns % kChunk != 0) return false;
+  for (const jaxflash_tensor* tensor : all) {
+    if (tensor->data == nullptr || tensor->dtype == JAXFLASH_FLOAT32) continue;
+    if (reinterpret_cast<uintptr_t>(tensor->data) % 16 != 0) return false;
+    if (tensor->strides[2] != 1) return false;
+    for (int64_t stride : tensor->batch_strides) {
+      if (stride % kChunk != 0) return false;
+    }
+    if (tensor->strides[0] % kChunk != 0 || tensor->strides[1] % kChunk != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// The kernels read rows as they lie in memory.
+jaxflash_status check_unit_stride(const char* name, const jaxflash_tensor& tensor,
+                                  int64_t columns) {
+  if (tensor.data == nullptr || columns <= 1 || tensor.strides[2] == 1) {
+    return JAXFLASH_OK;
+  }
+  return fail(JAXFLASH_UNSUPPORTED,
+              "%s: the CUDA kernels need a head dim of stride 1, got stride %lld", name,
+              static_cast<long long>(tensor.strides[2]));
+}
+
+jaxflash_status cuda_failure(const char* where, cudaError_t error) {
+  return fail(JAXFLASH_INTERNAL, "%s: %s: %s (%d)", where, cudaGetErrorName(error),
+              cudaGetErrorString(error), static_cast<int>(error));
+}
+
+// Shared memory that a block may opt in to on the current device.
+jaxflash_status shared_memory_limit(int* bytes) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                   device);
+  }
+  int major = 0;
+  if (error == cudaSuccess) {
+    error =
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (error != cudaSuccess) return cuda_failure("device attributes", error);
+  if (major < 8) {
+    return fail(JAXFLASH_UNAVAILABLE,
+                "the CUDA kernels need compute capability 8.0 or later, this device "
+                "has %d.x",
+                major);
+  }
+  return JAXFLASH_OK;
+}
+
+jaxflash_status check_blocks(int64_t blocks) {
+  constexpr int64_t kMaxBlocks = (int64_t{1} << 31) - 1;
+  if (blocks <= kMaxBlocks) return JAXFLASH_OK;
+  return fail(JAXFLASH_UNSUPPORTED,
+              "batch * heads * tiles: at most %lld thread blocks, got %lld",
+              static_cast<long long>(kMaxBlocks), static_cast<long long>(blocks));
+}
+
+bool no_rows(const jaxflash_attention_params& params) {
+  return batch_size(params) == 0 || params.num_heads == 0;
+}
+
+// The float32 buffers of the backward pass, each from a multiple of the alignment on.
+struct BackwardWorkspace {
+  size_t lse_log2;
+  size_t delta;
+  size_t bytes;
+};
+
+int64_t padded_rows(const jaxflash_attention_params& params) {
+  return divide_up(params.q_len, sm80::kRowPadding) * sm80::kRowPadding;
+}
+
+BackwardWorkspace backward_workspace(const jaxflash_attention_params& params) {
+  const int config = sm80::forward_config_index(static_cast<int>(params.head_dim));
+  const int64_t head_dim = sm80::kForwardConfigs[config].head_dim;
+  const int64_t rows = batch_size(params) * params.num_heads * padded_rows(params);
+  const auto align = [](int64_t bytes) {
+    return static_cast<size_t>(divide_up(bytes, kWorkspaceAlignment)) *
+           kWorkspaceAlignment;
+  };
+  BackwardWorkspace workspace;
+  workspace.lse_log2 = align(rows * head_dim * 4);
+  workspace.delta = workspace.lse_log2 + align(rows * 4);
+  workspace.bytes = workspace.delta + align(rows * 4);
+  return workspace;
+}
+
+}  // namespace
+}  // namespace jaxflash
+
+using jaxflash::fail;
+
+jaxflash_status jaxflash_attention_forward_workspace_cuda(
+    const jaxflash_attention_params* params, size_t* bytes) {
+  if (bytes == nullptr) {
+    return fail(JAXFLASH_INVALID_ARGUMENT, "bytes: expected a pointer, got NULL");
+  }
+  (void)params;
+  *bytes = 0;
+  return JAXFLASH_OK;
+}
+
+jaxflash_status jaxflash_attention_forward_cuda(const jaxflash_attention_params* params,
+                                                void* workspace, size_t workspace_bytes,
+                                                void* stream) {
+  using namespace jaxflash;
+  (void)workspace;
+  (void)workspace_bytes;
+  if (auto status = validate_forward(params); status != JAXFLASH_OK) return status;
+  if (auto status = check_support(*params, kSupport); status != JAXFLASH_OK) {
+    return status;
+  }
+  for (const auto& [name, tensor] :
+       {std::pair{"q", &params->q}, {"k", &params->k}, {"v", &params->v},
+        {"out", &params->out}}) {
+    if (auto status = check_unit_stride(name, *tensor, params->head_dim);
+        status != JAXFLASH_OK) {
+      return status;
+    }
+  }
+  if (no_rows(*params) || params->q_len == 0) return JAXFLASH_OK;
+
+  const int config = sm80::forward_config_index(static_cast<int>(params->head_dim));
+  const int64_t q_tiles =
+      divide_up(params->q_len, sm80::kForwardConfigs[config].block_q);
+  const int64_t blocks = q_tiles * params->num_heads * batch_size(*params);
+  if (auto status = check_blocks(blocks); status != JAXFLASH_OK) return status;
+  int shared_memory = 0;
+  if (auto status = shared_memory_limit(&shared_memory); status != JAXFLASH_OK) {
+    return status;
+  }
+  sm80::ForwardArguments arguments = {};
+  arguments.params = *params;
+  arguments.num_blocks = static_cast<uint32_t>(blocks);
+  arguments.num_q_tiles = static_cast<uint32_t>(q_tiles);
+  arguments.vector_access = rows_aligned(
+      params->head_dim, {&params->q, &params->k, &params->v, &params->out});
+  const cudaError_t error = forward_launcher(params->q.dtype, config)(
+      arguments, static_cast<cudaStream_t>(stream));
+  return error == cudaSuccess ? JAXFLASH_OK : cuda_failure("forward_sm80", error);
+}
+
+jaxflash_status jaxflash_attention_backward_workspace_cuda(
+    const jaxflash_attention_backward_params* params, size_t* bytes) {
+  if (params == nullptr || bytes == nullptr) {
+    return fail(JAXFLASH_INVALID_ARGUMENT,
+                "params and bytes: expected pointers, got NULL");
+  }
+  if (params->forward.head_dim < 1 || params->forward.head_dim > 256) {
+    return fail(JAXFLASH_UNSUPPORTED,
+                "head_dim: the cuda backend serves 1 to 256, got %lld",
+                static_cast<long long>(params->forward.head_dim));
+  }
+  *bytes = jaxflash::backward_workspace(params->forward).bytes;
+  return JAXFLASH_OK;
+}
+
+jaxflash_status jaxflash_attention_backward_cuda(
+    const jaxflash_attention_backward_params* params, void* workspace,
+    size_t workspace_bytes, void* stream) {
+  using namespace jaxflash;
+  if (auto status = validate_backward(params); status != JAXFLASH_OK) return status;
+  const jaxflash_attention_params& forward = params->forward;
+  if (auto status = check_support(forward, kSupport); status != JAXFLASH_OK) {
+    return status;
+  }
+  for (const auto& [name, tensor] :
+       {std::pair{"q", &forward.q}, {"k", &forward.k}, {"v", &forward.v},
+        {"out", &forward.out}, {"d_out", &params->d_out}, {"dq", &params->dq},
+        {"dk", &params->dk}, {"dv", &params->dv}}) {
+    if (auto status = check_unit_stride(name, *tensor, forward.head_dim);
+        status != JAXFLASH_OK) {
+      return status;
+    }
+  }
+  const BackwardWorkspace layout = backward_workspace(forward);
+  if (auto status =
+          validate_workspace(workspace, workspace_bytes, layout.bytes, kWorkspaceAlignment);
+      status != JAXFLASH_OK) {
+    return status;
+  }
+  if (no_rows(forward)) return JAXFLASH_OK;
+
+  int shared_memory = 0;
+  if (auto status = shared_memory_limit(&shared_memory); status != JAXFLASH_OK) {
+    return status;
+  }
+  const int config = sm80::backward_config_index(static_cast<int>(forward.head_dim),
+                                                 shared_memory);
+  if (config < 0) {
+    return fail(JAXFLASH_UNSUPPORTED,
+                "head_dim %lld: no backward tile fits the %d bytes of shared memory of "
+                "this device",
+                static_cast<long long>(forward.head_dim), shared_memory);
+  }
+  const int64_t kv_tiles =
+      divide_up(forward.kv_len, sm80::kBackwardConfigs[config].block_kv);
+  const int64_t blocks = kv_tiles * forward.num_kv_heads * batch_size(forward);
+  if (auto status = check_blocks(blocks); status != JAXFLASH_OK) return status;
+
+  sm80::BackwardArguments arguments = {};
+  arguments.params = *params;
+  arguments.num_rows_padded = static_cast<uint32_t>(padded_rows(forward));
+  arguments.num_kv_tiles = static_cast<uint32_t>(kv_tiles);
+  arguments.num_blocks = static_cast<uint32_t>(blocks);
+  arguments.num_query_heads =
+      static_cast<uint32_t>(batch_size(forward) * forward.num_heads);
+  arguments.vector_access = rows_aligned(
+      forward.head_dim, {&forward.q, &forward.k, &forward.v, &forward.out,
+                         &params->d_out, &params->dq, &params->dk, &params->dv});
+  auto* bytes = static_cast<unsigned char*>(workspace);
+  arguments.dq_accumulator = reinterpret_cast<float*>(bytes);
+  arguments.lse_log2 = reinterpret_cast<float*>(bytes + layout.lse_log2);
+  arguments.delta = reinterpret_cast<float*>(bytes + layout.delta);
+  const cudaError_t error = backward_launcher(forward.q.dtype, config)(
+      arguments, static_cast<cudaStream_t>(stream));
+  return error == cudaSuccess ? JAXFLASH_OK : cuda_failure("backward_sm80", error);
+}

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The two passes over rows of Q around the backward kernel; both only move bytes.
+//
+//   before: delta = rowsum(dO o O) - dlse, lse in base 2, and a zeroed dQ accumulator
+//   after:  dq = scale * dQ,  dscale[row] = rowsum(Q o dQ), dQ = dS K without the scale
+//
+// A group of kLanes lanes takes one row, 8 columns a lane.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/element.cuh"
+#include "../common/problem.cuh"
+#include "launch.h"
+#include "tile_config.h"
+
+namespace jaxflash::sm80 {
+
+constexpr int kRowsThreads = 256;
+
+template <int kHeadDim>
+struct RowLanes {
+  static constexpr int kLanes = kHeadDim <= 32   ? 4
+                                : kHeadDim <= 64  ? 8
+                                : kHeadDim <= 128 ? 16
+                                                  : 32;
+  static constexpr int kRowsPerBlock = kRowsThreads / kLanes;
+
+  __device__ static float sum(float x) {
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+      x += __shfl_xor_sync(~0u, x, offset);
+    }
+    return x;
+  }
+};
+
+// Which row of which head a group of lanes works on.
+struct RowIndex {
+  int64_t padded;  // number of the row among all padded rows of all heads
+  int row;
+  uint32_t head;
+  uint32_t batch_element;
+
+  __device__ RowIndex(const BackwardArguments& arguments, int64_t padded_row)
+      : padded(padded_row),
+        row(static_cast<int>(padded_row % arguments.num_rows_padded)) {
+    const auto batch_head =
+        static_cast<uint32_t>(padded_row / arguments.num_rows_padded);
+    const auto num_heads = static_cast<uint32_t>(arguments.params.forward.num_heads);
+    head = batch_head % num_heads;
+    batch_element = batch_head / num_heads;
+  }
+};
+
+// Columns [col, col + 8) of a row as float32, zeros past num_cols.
+template <class Element>
+__device__ __forceinline__ void load_columns(float (&x)[8], const Element* row, int col,
+                                             int num_cols, bool vector_access) {
+  if (vector_access) {
+    uint4 words = make_uint4(0, 0, 0, 0);
+    if (col < num_cols) words = *reinterpret_cast<const uint4*>(row + col);
+    const auto* elements = reinterpret_cast<const Element*>(&words);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = to_float(elements[i]);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = col + i < num_cols ? to_float(row[col + i]) : 0.f;
+}
+
+template <class Element, int kHeadDim>
+__global__ void __launch_bounds__(kRowsThreads)
+    backward_rows_kernel(const __grid_constant__ BackwardArguments arguments) {
+  using Lanes = RowLanes<kHeadDim>;
+  const jaxflash_attention_backward_params& p = arguments.params;
+  const jaxflash_attention_params& forward = p.forward;
+  const int64_t padded_row =
+      static_cast<int64_t>(blockIdx.x) * Lanes::kRowsPerBlock +
+      threadIdx.x / Lanes::kLanes;
+  const RowIndex index(arguments, padded_row);
+  const int col = threadIdx.x % Lanes::kLanes * 8;
+  const BatchIndex batch = unravel_batch(forward, index.batch_element);
+  const Visible visible(forward, batch);
+  const bool valid = index.row < visible.q_rows;
+
+  float product = 0.f;
+  if (valid && col < kHeadDim) {
+    const int head_dim = static_cast<int>(forward.value_head_dim);
+    const auto row_of = [&](const jaxflash_tensor& matrix) {
+      return batch_pointer<const Element>(matrix, batch) +
+             index.row * matrix.strides[0] + index.head * matrix.strides[1];
+    };
+    float out[8];
+    float d_out[8];
+    load_columns(out, row_of(forward.out), col, head_dim, arguments.vector_access);
+    load_columns(d_out, row_of(p.d_out), col, head_dim, arguments.vector_access);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) product += out[i] * d_out[i];
+  }
+  product = Lanes::sum(product);
+
+  if (col < kHeadDim) {
+    auto* accumulator = reinterpret_cast<float4*>(arguments.dq_accumulator +
+                                                  index.padded * kHeadDim + col);
+    accumulator[0] = make_float4(0.f, 0.f, 0.f, 0.f);
+    accumulator[1] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  if (col != 0) return;
+  const auto value_of_row = [&](const jaxflash_tensor& values) {
+    return batch_pointer<const float>(
+        values, batch)[index.head * values.strides[0] + index.row * values.strides[1]];
+  };
+  const float lse = valid ? value_of_row(forward.lse) : -INFINITY;
+  // A row that sees no key takes part with P = exp(S - inf) = 0.
+  const bool takes_part = !isinf(lse);
+  const float d_lse =
+      takes_part && p.d_lse.data != nullptr ? value_of_row(p.d_lse) : 0.f;
+  arguments.lse_log2[index.padded] = takes_part ? lse * kLog2E : INFINITY;
+  arguments.delta[index.padded] = takes_part ? product - d_lse : 0.f;
+}
+
+template <class Element, int kHeadDim>
+__global__ void __launch_bounds__(kRowsThreads)
+    dq_conversion_kernel(const __grid_constant__ BackwardArguments arguments) {
+  using Lanes = RowLanes<kHeadDim>;
+  const jaxflash_attention_backward_params& p = arguments.params;
+  const jaxflash_attention_params& forward = p.forward;
+  const int64_t padded_row =
+      static_cast<int64_t>(blockIdx.x) * Lanes::kRowsPerBlock +
+      threadIdx.x / Lanes::kLanes;
+  const RowIndex index(arguments, padded_row);
+  const bool valid = index.row < forward.q_len;
+  const int col = threadIdx.x % Lanes::kLanes * 8;
+  const int head_dim = static_cast<int>(forward.head_dim);
+  const BatchIndex batch = unravel_batch(forward, index.batch_element);
+
+  float dq[8] = {};
+  if (valid && col < head_dim) {
+    const auto* accumulator = reinterpret_cast<const float4*>(
+        arguments.dq_accumulator + index.padded * kHeadDim + col);
+    *reinterpret_cast<float4*>(dq) = accumulator[0];
+    *reinterpret_cast<float4*>(dq + 4) = accumulator[1];
+  }
+  if (p.dscale.data != nullptr) {
+    float product = 0.f;
+    const Visible visible(forward, batch);
+    if (valid && index.row < visible.q_rows && col < head_dim) {
+      float q[8];
+      load_columns(q,
+                   batch_pointer<const Element>(forward.q, batch) +
+                       index.row * forward.q.strides[0] +
+                       index.head * forward.q.strides[1],
+                   col, head_dim, arguments.vector_access);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) product += q[i] * dq[i];
+    }
+    product = Lanes::sum(product);
+    if (valid && col == 0) {
+      batch_pointer<float>(p.dscale, batch)[index.head * p.dscale.strides[0] +
+                                            index.row * p.dscale.strides[1]] = product;
+    }
+  }
+  if (!valid || col >= head_dim || p.dq.data == nullptr) return;
+  const float scale = softmax_scale(forward, batch);
+  const int64_t offset = index.row * p.dq.strides[0] + index.head * p.dq.strides[1] + col;
+  if (p.dq.dtype == JAXFLASH_FLOAT32) {
+    float* target = batch_pointer<float>(p.dq, batch) + offset;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (col + i < head_dim) target[i] = dq[i] * scale;
+    }
+    return;
+  }
+  Element* target = batch_pointer<Element>(p.dq, batch) + offset;
+  if (arguments.vector_access) {
+    *reinterpret_cast<uint4*>(target) = make_uint4(
+        pack<Element>(dq[0] * scale, dq[1] * scale),
+        pack<Element>(dq[2] * scale, dq[3] * scale),
+        pack<Element>(dq[4] * scale, dq[5] * scale),
+        pack<Element>(dq[6] * scale, dq[7] * scale));
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (col + i < head_dim) target[i] = from_float<Element>(dq[i] * scale);
+  }
+}
+
+template <int kHeadDim>
+uint32_t num_row_blocks(const BackwardArguments& arguments) {
+  constexpr int kRows = RowLanes<kHeadDim>::kRowsPerBlock;
+  static_assert(kRowPadding % kRows == 0, "no block has rows of two heads");
+  return static_cast<uint32_t>(static_cast<int64_t>(arguments.num_query_heads) *
+                               arguments.num_rows_padded / kRows);
+}
+
+template <class Element, int kHeadDim>
+cudaError_t launch_backward_rows(const BackwardArguments& arguments,
+                                 cudaStream_t stream) {
+  const uint32_t blocks = num_row_blocks<kHeadDim>(arguments);
+  if (blocks == 0) return cudaSuccess;
+  backward_rows_kernel<Element, kHeadDim>
+      <<<blocks, kRowsThreads, 0, stream>>>(arguments);
+  return cudaGetLastError();
+}
+
+template <class Element, int kHeadDim>
+cudaError_t launch_dq_conversion(const BackwardArguments& arguments,
+                                 cudaStream_t stream) {
+  const uint32_t blocks = num_row_blocks<kHeadDim>(arguments);
+  const jaxflash_attention_backward_params& p = arguments.params;
+  if (blocks == 0 || (p.dq.data == nullptr && p.dscale.data == nullptr)) {
+    return cudaSuccess;
+  }
+  dq_conversion_kernel<Element, kHeadDim>
+      <<<blocks, kRowsThreads, 0, stream>>>(arguments);
+  return cudaGetLastError();
+}
+
+}  // namespace jaxflash::sm80

@@ -1,0 +1,349 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Attention forward for every NVIDIA GPU from sm_80 on: FlashAttention-2, algorithm 1
+// (arXiv 2307.08691), with mma.sync and cp.async.
+//
+//   S = Q K^T,  m = max(m, rowmax S),  P = exp(scale (S - m)),
+//   l = exp(scale (m_old - m)) l + rowsum P,  O = exp(scale (m_old - m)) O + P V
+//   out = O / l,  lse = scale m + log l
+//
+// Work: one thread block per (batch, head, block of Q rows); each warp owns
+// 16 * row_tiles of those rows for the whole kernel, so m, l and O never leave its
+// registers. K and V tiles are visited from the last visible one down: the tiles that
+// need a mask (the diagonal, the ragged end) come first and the rest runs without one.
+//
+//   copy      | K0 | V0 | K1      | V1 | K2      | ...
+//   tensor    |    | S0 |         | S1 |         |
+//   softmax, O|    |    | P0, P0V0|    | P1, P1V1|
+//
+// The other block on the SM fills the gaps. Any H: the tile's spare columns are zero.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/element.cuh"
+#include "../common/problem.cuh"
+#include "../common/tile.cuh"
+#include "launch.h"
+#include "tile_config.h"
+
+namespace jaxflash::sm80 {
+
+// Rows, running softmax and output of one warp. Lane l holds rows l / 4 and l / 4 + 8
+// of each 16-row tile, columns 2 (l % 4) + {0, 1} of each group of 8.
+template <class Element, int kHeadDim, int kBlockKV, int kRowTiles>
+struct ForwardRows {
+  static constexpr int kRowsPerLane = 2 * kRowTiles;
+
+  float s[kRowTiles][kBlockKV / 8][4];  // [16 kRowTiles, kBlockKV]
+  float o[kRowTiles][kHeadDim / 8][4];  // [16 kRowTiles, kHeadDim]
+  float row_max[kRowsPerLane];          // of unscaled S
+  float row_sum[kRowsPerLane];          // of this lane's columns only, until the end
+
+  __device__ __forceinline__ void reset() {
+#pragma unroll
+    for (int r = 0; r < kRowsPerLane; ++r) {
+      row_max[r] = -INFINITY;
+      row_sum[r] = 0.f;
+    }
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[m][n][i] = 0.f;
+      }
+    }
+  }
+
+  // S = Q K^T. q addresses this warp's rows of the Q tile, k the K tile.
+  __device__ __forceinline__ void scores(const LaneAddress<kHeadDim>& q,
+                                         const LaneAddress<kHeadDim>& k) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kBlockKV / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[m][n][i] = 0.f;
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < kHeadDim / 16; ++h) {
+      uint32_t a[kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) ldmatrix_x4(a[m], q.at(16 * m, 2 * h));
+#pragma unroll
+      for (int n = 0; n < kBlockKV / 16; ++n) {
+        uint32_t b[4];
+        ldmatrix_x4(b, k.at(16 * n, 2 * h));
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          mma_m16n8k16(s[m][2 * n], a[m], b[0], b[1], Element());
+          mma_m16n8k16(s[m][2 * n + 1], a[m], b[2], b[3], Element());
+        }
+      }
+    }
+  }
+
+  // Hides the keys that a row does not see. first_row and first_col are those of this
+  // lane's first element.
+  __device__ __forceinline__ void mask(const Visible& visible, int first_row,
+                                       int first_col) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int limit = visible.key_limit(first_row + 16 * m + 8 * half) - first_col;
+#pragma unroll
+        for (int n = 0; n < kBlockKV / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (8 * n + i >= limit) s[m][n][2 * half + i] = -INFINITY;
+          }
+        }
+      }
+    }
+  }
+
+  // S -> P in place, with the running maximum, sum and output brought up to date.
+  __device__ __forceinline__ void softmax(float scale_log2) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = 2 * m + half;
+        float maximum = row_max[r];
+#pragma unroll
+        for (int n = 0; n < kBlockKV / 8; ++n) {
+          maximum = fmaxf(maximum, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+        }
+        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
+        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
+        // A row that has seen no key yet must not compute inf - inf.
+        // The rounded shift is what lse must add back, hence no fused multiply-add.
+        const float shift =
+            maximum == -INFINITY ? 0.f : __fmul_rn(maximum, scale_log2);
+        const float rescale = ex2_approx_ftz(row_max[r] * scale_log2 - shift);
+        row_max[r] = maximum;
+        float sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < kBlockKV / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& x = s[m][n][2 * half + i];
+            x = ex2_approx_ftz(x * scale_log2 - shift);
+            sum += x;
+          }
+        }
+        row_sum[r] = row_sum[r] * rescale + sum;
+#pragma unroll
+        for (int n = 0; n < kHeadDim / 8; ++n) {
+          o[m][n][2 * half] *= rescale;
+          o[m][n][2 * half + 1] *= rescale;
+        }
+      }
+    }
+  }
+
+  // O += P V. The accumulator layout of P is the A operand's, so P only needs rounding.
+  __device__ __forceinline__ void accumulate(const LaneAddress<kHeadDim>& v) {
+#pragma unroll
+    for (int j = 0; j < kBlockKV / 16; ++j) {
+      uint32_t a[kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* pair = &s[m][2 * j + i / 2][2 * (i % 2)];
+          a[m][i] = pack<Element>(pair[0], pair[1]);
+        }
+      }
+#pragma unroll
+      for (int h = 0; h < kHeadDim / 16; ++h) {
+        uint32_t b[4];
+        ldmatrix_x4_trans(b, v.at(16 * j, 2 * h));
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          mma_m16n8k16(o[m][2 * h], a[m], b[0], b[1], Element());
+          mma_m16n8k16(o[m][2 * h + 1], a[m], b[2], b[3], Element());
+        }
+      }
+    }
+  }
+};
+
+// Changes the sign of a tile in place, so that a negative scale becomes a positive one
+// and the row maximum of S stays the maximum of scale * S.
+template <int kRows, int kCols, int kThreads>
+__device__ __forceinline__ void negate_tile(uint32_t tile) {
+#pragma unroll 1
+  for (uint32_t chunk = threadIdx.x; chunk < kRows * kCols / 8; chunk += kThreads) {
+    uint4 x = ld_shared_v4(tile + chunk * 16);
+    constexpr uint32_t kSigns = 0x80008000u;
+    x = make_uint4(x.x ^ kSigns, x.y ^ kSigns, x.z ^ kSigns, x.w ^ kSigns);
+    st_shared_v4(tile + chunk * 16, x);
+  }
+}
+
+template <class Element, int kConfigIndex>
+__global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads())
+    forward_kernel(const __grid_constant__ ForwardArguments arguments) {
+  constexpr ForwardConfig kConfig = kForwardConfigs[kConfigIndex];
+  constexpr int kHeadDim = kConfig.head_dim;
+  constexpr int kBlockQ = kConfig.block_q;
+  constexpr int kBlockKV = kConfig.block_kv;
+  constexpr int kThreads = kConfig.num_threads();
+  constexpr int kRowTiles = kConfig.row_tiles();
+
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const uint32_t q_smem = cvta_generic_to_shared(shared_memory);  // [kBlockQ, kHeadDim]
+  const uint32_t k_smem = q_smem + kBlockQ * kHeadDim * 2;        // [kBlockKV, kHeadDim]
+  const uint32_t v_smem = k_smem + kBlockKV * kHeadDim * 2;       // [kBlockKV, kHeadDim]
+
+  const jaxflash_attention_params& p = arguments.params;
+  const bool vector_access = arguments.vector_access;
+  const uint32_t num_q_tiles = arguments.num_q_tiles;
+  const uint32_t num_heads = static_cast<uint32_t>(p.num_heads);
+  // Tiles of one head run together and share its K and V in L2; the late tiles, which
+  // see the most keys of a causal call, start first.
+  const uint32_t q_tile = num_q_tiles - 1 - blockIdx.x % num_q_tiles;
+  const uint32_t head = blockIdx.x / num_q_tiles % num_heads;
+  const BatchIndex batch = unravel_batch(p, blockIdx.x / num_q_tiles / num_heads);
+  const uint32_t kv_head = head / static_cast<uint32_t>(p.num_heads / p.num_kv_heads);
+
+  const Visible visible(p, batch);
+  const int head_dim = static_cast<int>(p.head_dim);
+  const int first_row = static_cast<int>(q_tile) * kBlockQ;
+  const int end_row = min(first_row + kBlockQ, visible.q_rows);
+  const int kv_end = end_row > first_row ? visible.key_limit(end_row - 1) : 0;
+  const int num_tiles = (kv_end + kBlockKV - 1) / kBlockKV;
+  const int num_full_tiles = visible.key_limit(first_row) / kBlockKV;
+
+  const Element* q = batch_pointer<const Element>(p.q, batch) +
+                     first_row * p.q.strides[0] + head * p.q.strides[1];
+  const Element* k = batch_pointer<const Element>(p.k, batch) + kv_head * p.k.strides[1];
+  const Element* v = batch_pointer<const Element>(p.v, batch) + kv_head * p.v.strides[1];
+  const auto load_k = [&](int tile) {
+    load_tile<kBlockKV, kHeadDim, kThreads>(
+        k_smem, k + tile * kBlockKV * p.k.strides[0], p.k.strides[0],
+        visible.kv_rows - tile * kBlockKV, head_dim, vector_access);
+  };
+  const auto load_v = [&](int tile) {
+    load_tile<kBlockKV, kHeadDim, kThreads>(
+        v_smem, v + tile * kBlockKV * p.v.strides[0], p.v.strides[0],
+        visible.kv_rows - tile * kBlockKV, head_dim, vector_access);
+  };
+
+  const int lane = threadIdx.x % 32;
+  const int warp_row = threadIdx.x / 32 * (16 * kRowTiles);
+  const auto q_lane = operand_a<kHeadDim>(q_smem + warp_row * kHeadDim * 2, lane);
+  const auto k_lane = operand_b<kHeadDim>(k_smem, lane);
+  const auto v_lane = operand_a<kHeadDim>(v_smem, lane);
+  const int lane_row = first_row + warp_row + lane / 4;
+  const int lane_col = 2 * (lane % 4);
+
+  const float scale = softmax_scale(p, batch);
+  // Never zero, so that a hidden -inf stays -inf; a scale this small is a uniform P.
+  const float scale_log2 = fmaxf(fabsf(scale) * kLog2E, 1e-37f);
+
+  ForwardRows<Element, kHeadDim, kBlockKV, kRowTiles> rows;
+  rows.reset();
+
+  if (num_tiles > 0) {
+    load_tile<kBlockQ, kHeadDim, kThreads>(q_smem, q, p.q.strides[0],
+                                           end_row - first_row, head_dim,
+                                           vector_access);
+    load_k(num_tiles - 1);
+    cp_async_commit_group();
+    if (scale < 0.f) {
+      cp_async_wait_group<0>();
+      __syncthreads();
+      negate_tile<kBlockQ, kHeadDim, kThreads>(q_smem);
+    }
+    const auto step = [&](int tile, bool masked) {
+      cp_async_wait_group<0>();
+      __syncthreads();  // K tile visible to all; all are done with the last V tile
+      load_v(tile);
+      cp_async_commit_group();
+      rows.scores(q_lane, k_lane);
+      if (masked) rows.mask(visible, lane_row, tile * kBlockKV + lane_col);
+      cp_async_wait_group<0>();
+      __syncthreads();  // V tile visible to all; all are done with the K tile
+      if (tile > 0) load_k(tile - 1);
+      cp_async_commit_group();
+      rows.softmax(scale_log2);
+      rows.accumulate(v_lane);
+    };
+    int tile = num_tiles - 1;
+#pragma unroll 1
+    for (; tile >= num_full_tiles; --tile) step(tile, /*masked=*/true);
+#pragma unroll 1
+    for (; tile >= 0; --tile) step(tile, /*masked=*/false);
+  }
+
+  float* lse = batch_pointer<float>(p.lse, batch) + head * p.lse.strides[0];
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = 2 * m + half;
+      float sum = rows.row_sum[r];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const int row = lane_row + 16 * m + 8 * half;
+      // Padded rows are zeros in shared memory and saw keys all the same.
+      const bool empty = sum == 0.f || row >= visible.q_rows;
+      const float inverse = empty ? 0.f : 1.f / sum;
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+        rows.o[m][n][2 * half] *= inverse;
+        rows.o[m][n][2 * half + 1] *= inverse;
+      }
+      if (lane % 4 == 0 && row < p.q_len) {
+        const float log_sum =
+            (__fmul_rn(rows.row_max[r], scale_log2) + log2f(sum)) * kLn2;
+        lse[row * p.lse.strides[1]] = empty ? -INFINITY : log_sum;
+      }
+    }
+  }
+
+  // Each warp stages its rows of O in its own rows of the Q tile, which nobody else
+  // reads, and writes them out in whole chunks.
+  const uint32_t o_smem = q_smem + warp_row * kHeadDim * 2;
+  __syncwarp();
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* pair = &rows.o[m][n][2 * half];
+        st_shared_b32(o_smem +
+                          chunk_offset<kHeadDim>(16 * m + 8 * half + lane / 4, n) +
+                          lane % 4 * 4,
+                      pack<Element>(pair[0], pair[1]));
+      }
+    }
+  }
+  __syncwarp();
+  Element* out = batch_pointer<Element>(p.out, batch) + head * p.out.strides[1] +
+                 (first_row + warp_row) * p.out.strides[0];
+  store_tile<16 * kRowTiles, kHeadDim, 32>(
+      out, p.out.strides[0], static_cast<int>(p.q_len) - first_row - warp_row, head_dim,
+      o_smem, lane, vector_access);
+}
+
+template <class Element, int kConfigIndex>
+cudaError_t launch_forward(const ForwardArguments& arguments, cudaStream_t stream) {
+  constexpr ForwardConfig kConfig = kForwardConfigs[kConfigIndex];
+  static_assert(kConfig.shared_bytes() <= kSharedMemoryEverywhere);
+  const auto kernel = forward_kernel<Element, kConfigIndex>;
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kConfig.shared_bytes());
+  if (error != cudaSuccess) return error;
+  kernel<<<arguments.num_blocks, kConfig.num_threads(), kConfig.shared_bytes(),
+           stream>>>(arguments);
+  return cudaGetLastError();
+}
+
+}  // namespace jaxflash::sm80

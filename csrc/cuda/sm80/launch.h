@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the dispatcher hands to the portable kernels. Plain C++: no CUDA syntax here.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "jaxflash/attention.h"
+
+namespace jaxflash::sm80 {
+
+struct ForwardArguments {
+  jaxflash_attention_params params;
+  uint32_t num_blocks;   // num_q_tiles * num_heads * batch
+  uint32_t num_q_tiles;  // of one head
+  bool vector_access;    // every row of q, k, v and out starts on 16 bytes
+};
+
+// kConfigIndex: of kForwardConfigs.
+template <class Element, int kConfigIndex>
+cudaError_t launch_forward(const ForwardArguments& arguments, cudaStream_t stream);
+
+struct BackwardArguments {
+  jaxflash_attention_backward_params params;
+  uint32_t num_rows_padded;  // T rounded up to kRowPadding
+  uint32_t num_kv_tiles;     // of one key/value head
+  uint32_t num_blocks;       // num_kv_tiles * num_kv_heads * batch
+  uint32_t num_query_heads;  // num_heads * batch
+  bool vector_access;        // every row of every 16-bit matrix starts on 16 bytes
+  // Workspace, all float32 [batch, N, num_rows_padded, ...].
+  float* dq_accumulator;  // [..., head dim of the configuration]
+  float* lse_log2;        // lse * log2(e); +inf where a row takes no part
+  float* delta;           // rowsum(d_out o out) - d_lse
+};
+
+// kConfigIndex: of kBackwardConfigs.
+template <class Element, int kConfigIndex>
+cudaError_t launch_backward(const BackwardArguments& arguments, cudaStream_t stream);
+
+}  // namespace jaxflash::sm80

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Tiles of the portable kernels, the only place that knows them. A head dim H runs in
+// the smallest compiled one that holds it; the columns past H are zeros in shared
+// memory and are never read or written in global memory.
+#pragma once
+
+namespace jaxflash::sm80 {
+
+// Shared memory that a block may use on 8.6, 8.9 and 12.0, the smallest from sm_80 on.
+constexpr int kSharedMemoryEverywhere = 101376;
+
+struct ForwardConfig {
+  int head_dim;
+  int block_q;
+  int block_kv;
+  int num_warps;
+
+  constexpr int num_threads() const { return num_warps * 32; }
+  // 16-row fragments of Q that each warp owns.
+  constexpr int row_tiles() const { return block_q / (16 * num_warps); }
+  // Q, one K and one V tile.
+  constexpr int shared_bytes() const { return (block_q + 2 * block_kv) * head_dim * 2; }
+};
+
+constexpr ForwardConfig kForwardConfigs[] = {
+    {32, 128, 128, 4}, {64, 128, 128, 4}, {96, 128, 64, 4},
+    {128, 128, 64, 4}, {192, 64, 64, 4},  {256, 64, 64, 4},
+};
+
+// Index of the configuration of a head dim, or -1.
+constexpr int forward_config_index(int head_dim) {
+  int index = 0;
+  for (const ForwardConfig& config : kForwardConfigs) {
+    if (head_dim <= config.head_dim) return index;
+    ++index;
+  }
+  return -1;
+}
+
+// Backward: a block owns block_kv keys, each warp 16 of them; with head_split > 1 the
+// warps of one row of fragments share the columns of dK and dV, since 2 * 16 * H
+// accumulators do not fit the registers of one warp beyond H = 128.
+struct BackwardConfig {
+  int head_dim;
+  int block_q;
+  int block_kv;
+  int head_split;
+  int num_stages;  // of Q and dO
+
+  constexpr int num_warps() const { return block_kv / 16 * head_split; }
+  constexpr int num_threads() const { return num_warps() * 32; }
+  constexpr int kv_tile_bytes() const { return block_kv * head_dim * 2; }
+  constexpr int q_tile_bytes() const { return block_q * head_dim * 2; }
+  constexpr int rows_bytes() const { return block_q * 4; }  // of lse or delta
+  constexpr int stage_bytes() const { return 2 * (q_tile_bytes() + rows_bytes()); }
+  constexpr int score_tile_bytes() const { return block_q * block_kv * 2; }
+  // K, V, stages of (Q, dO, lse, delta), dS and, where warps share them, P.
+  constexpr int shared_bytes() const {
+    return 2 * kv_tile_bytes() + num_stages * stage_bytes() +
+           score_tile_bytes() * (head_split > 1 ? 2 : 1);
+  }
+};
+
+// The first of a head dim that fits the device is used.
+constexpr BackwardConfig kBackwardConfigs[] = {
+    {32, 64, 128, 1, 2},  {64, 64, 128, 1, 2}, {96, 64, 128, 1, 2}, {96, 64, 64, 1, 2},
+    {128, 64, 128, 1, 2}, {128, 64, 64, 1, 1}, {192, 64, 64, 2, 1}, {192, 32, 32, 2, 1},
+    {256, 64, 64, 2, 1},  {256, 32, 32, 2, 1},
+};
+
+// Index of the configuration, or -1 where the device is too small for all of them.
+constexpr int backward_config_index(int head_dim, int shared_memory) {
+  int wanted = 0;
+  int index = 0;
+  for (const BackwardConfig& config : kBackwardConfigs) {
+    if (wanted == 0 && head_dim <= config.head_dim) wanted = config.head_dim;
+    if (config.head_dim == wanted && config.shared_bytes() <= shared_memory) {
+      return index;
+    }
+    ++index;
+  }
+  return -1;
+}
+
+// Rows of the float32 dQ accumulator, lse and delta are padded to whole tiles.
+constexpr int kRowPadding = 64;
+
+}  // namespace jaxflash::sm80
