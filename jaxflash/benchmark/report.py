@@ -93,8 +93,8 @@ def notes(session: Session) -> list[str]:
         if wall:
             names = ", ".join(sorted(wall))
             lines.append(f"burst by wall clock, host included, for some of: {names}")
-    if session.stopped_early:
-        lines.append("stopped by the budget before the end of the sweep")
+    if not session.complete:
+        lines.append("the sweep is not complete: stopped by its budget, or on its way")
     return lines
 
 
@@ -112,7 +112,7 @@ def write(folder: pathlib.Path, session: Session, about: dict) -> None:
     rows = [_flat(result, session) for result in session.results]
     record = {
         **about,
-        "complete": not session.stopped_early,
+        "complete": session.complete,
         "protocol": dataclasses.asdict(session.protocol),
         "roofline_tflops": session.roofline,
         "results": rows,

@@ -49,7 +49,7 @@ class Session:
     save: Callable[["Session"], None] = lambda session: None
     results: list[Result] = dataclasses.field(default_factory=list)
     roofline: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
-    stopped_early: bool = False
+    complete: bool = False
     _rates: dict = dataclasses.field(default_factory=dict)
 
     def run(self, cases: list[Case], summary: Callable[[list[Result]], str]) -> None:
@@ -73,7 +73,6 @@ class Session:
                     mark = time.monotonic()
                     expected_s = max(longest, 2 * compile_s)
                     if self.budget_s and mark - began + expected_s > self.budget_s:
-                        self.stopped_early = True
                         bar.set_description("stopped by the budget")
                         return
                     bar.set_description(case.label)
@@ -83,6 +82,7 @@ class Session:
                     bar.update()
                     self.save(self)
                     longest = max(longest, time.monotonic() - mark)
+        self.complete = True
 
     def _measure_roofline(self, dtype: str) -> None:
         on_gpu = jax.default_backend() == "gpu"
