@@ -146,7 +146,6 @@ Error check_result(const Bound& bound, const Shape& batch) {
 // Binds every tensor of the call once sizes and batch shape are known.
 Error bind_tensors(const std::vector<Bound>& all, Shape batch,
                    jaxflash_attention_backward_params* params) {
-  jaxflash_attention_params& forward = params->forward;
   std::vector<Shape> batch_strides;
   for (const Bound& bound : all) {
     if (bound.is_result) {
@@ -167,8 +166,8 @@ Error bind_tensors(const std::vector<Bound>& all, Shape batch,
         " batch axes after merging, got " +
         to_text(AnyBuffer::Dimensions(batch.data(), batch.size())));
   }
-  forward.batch_rank = static_cast<int32_t>(batch.size());
-  std::copy(batch.begin(), batch.end(), forward.batch_shape);
+  params->forward.batch_rank = static_cast<int32_t>(batch.size());
+  std::copy(batch.begin(), batch.end(), params->forward.batch_shape);
   for (size_t t = 0; t < all.size(); ++t) {
     std::copy(batch_strides[t].begin(), batch_strides[t].end(),
               all[t].slot->tensor(*params).batch_strides);

@@ -1,0 +1,98 @@
+# The commands of the README. Everything runs in .venv, which they create.
+#
+#   make demo       train a small GPT with jaxflash attention
+#   make test       run the tests
+#   make test-gpu   run them on a GPU; fails if none ran there
+#   make bench      compare with other attention implementations (ARGS="--help")
+#   make lint       format, lint, types, layers: what a change must pass
+#   make sanitize   compute-sanitizer over small CUDA calls
+#
+# Settings:
+#   PYTHON=python3.13   interpreter to build for
+#   VENV=none           use PYTHON as it is: nothing is downloaded, and the package goes
+#                       to build/site instead of into an environment
+#   CUDA=auto|on|off|pip  auto: build the CUDA kernels if nvcc is found; pip: with the
+#                       CUDA wheels, fetched for the build
+#   ARGS=...            more arguments for pytest, the demo or the benchmark
+
+PYTHON ?= python3
+VENV ?= .venv
+CUDA ?= auto
+ARGS ?=
+
+# A GPU in the machine brings the JAX that can use it.
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+comma := ,
+EXTRAS := test$(if $(GPU),$(comma)cuda)
+
+SOURCES := CMakeLists.txt pyproject.toml \
+  $(shell find cmake csrc jaxflash -type f -not -name '*.pyc')
+
+export JAXFLASH_CUDA := $(CUDA)
+
+ifeq ($(VENV),none)
+  SITE := build/site
+  PY := PYTHONPATH=$(SITE) $(PYTHON)
+  TOOLS :=
+  INSTALLED := $(SITE)/.installed-$(CUDA)
+  LINTERS :=
+else
+  PY := $(VENV)/bin/python
+  TOOLS := $(VENV)/bin/
+  INSTALLED := $(VENV)/.installed-$(CUDA)
+  LINTERS := $(VENV)/.linters
+endif
+
+.PHONY: demo test test-gpu bench lint sanitize install clean
+.DELETE_ON_ERROR:
+
+demo: $(INSTALLED)
+	$(PY) examples/train_gpt.py $(ARGS)
+
+test: $(INSTALLED)
+	$(PY) -m pytest tests $(ARGS)
+
+test-gpu: $(INSTALLED)
+	$(PY) -m pytest tests --require-gpu $(ARGS)
+
+bench: $(INSTALLED)
+	$(PY) -m jaxflash.benchmark $(ARGS)
+
+install: $(INSTALLED)
+
+lint: $(INSTALLED) $(LINTERS)
+	$(TOOLS)ruff format --check
+	$(TOOLS)ruff check
+	$(TOOLS)clang-format --dry-run -Werror $(filter %.h %.cc %.cuh %.cu,$(SOURCES))
+	$(PY) tools/check_layers.py
+	$(TOOLS)pyright --pythonpath $$($(PY) -c 'import sys; print(sys.executable)')
+
+sanitize: $(INSTALLED)
+	for tool in memcheck racecheck synccheck initcheck; do \
+	  echo "== $$tool"; \
+	  PATH="$$PATH:/usr/local/cuda/bin" compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    $(PY) tests/sanitize.py || exit 1; \
+	done
+
+clean:
+	rm -rf build dist .venv* .pytest_cache .ruff_cache .hypothesis
+
+ifeq ($(VENV),none)
+$(INSTALLED): $(SOURCES)
+	rm -rf $(SITE)
+	$(PYTHON) -m pip install --no-build-isolation --no-deps --no-index --target $(SITE) .
+	touch $@
+else
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): $(SOURCES) | $(VENV)/bin/python
+	rm -f $(VENV)/.installed-*
+	$(PY) -m pip install '.[$(EXTRAS)]'
+	touch $@
+
+$(LINTERS): pyproject.toml | $(VENV)/bin/python
+	$(PY) -m pip install $$($(PY) -c "import tomllib; \
+	  print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['lint'])")
+	touch $@
+endif
