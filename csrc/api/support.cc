@@ -17,14 +17,16 @@ jaxflash_status check_support(const jaxflash_attention_params& p,
     return fail(JAXFLASH_UNSUPPORTED,
                 "head_dim and value_head_dim must be at most %lld on the %s backend, "
                 "got %lld and %lld",
-                static_cast<long long>(support.max_head_dim), support.backend, static_cast<long long>(p.head_dim),
+                static_cast<long long>(support.max_head_dim), support.backend,
+                static_cast<long long>(p.head_dim),
                 static_cast<long long>(p.value_head_dim));
   }
   if (p.value_head_dim != p.head_dim && !support.value_head_dim) {
     return fail(JAXFLASH_UNSUPPORTED,
                 "value_head_dim must equal head_dim on the %s backend, got %lld and "
                 "%lld",
-                support.backend, static_cast<long long>(p.value_head_dim), static_cast<long long>(p.head_dim));
+                support.backend, static_cast<long long>(p.value_head_dim),
+                static_cast<long long>(p.head_dim));
   }
   if (p.bias.data != nullptr && !support.bias) return refuse("bias");
   if (p.mask.data != nullptr && !support.mask) return refuse("mask");

@@ -104,8 +104,8 @@ const char* type_text(Type type) {
   return "";
 }
 
-jaxflash_status check_strides(const char* name, const char* kind, const int64_t* strides,
-                              int rank) {
+jaxflash_status check_strides(const char* name, const char* kind,
+                              const int64_t* strides, int rank) {
   for (int i = 0; i < rank; ++i) {
     if (strides[i] < 0) {
       return fail(kInvalid, "%s.%s[%d] must be at least 0, got %lld", name, kind, i,
