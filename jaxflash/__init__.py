@@ -1,0 +1,13 @@
+"""Flash attention for JAX from hand-written C++ and CUDA kernels."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from jaxflash import checkpoint_policies
+from jaxflash.attention import dot_product_attention
+
+try:
+    __version__ = version("jaxflash")
+except PackageNotFoundError:  # imported from a source tree
+    __version__ = "0.1.0"
+
+__all__ = ["__version__", "checkpoint_policies", "dot_product_attention"]

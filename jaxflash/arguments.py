@@ -1,0 +1,288 @@
+"""Checks of the public function's arguments, and their conversion to operands.
+
+Everything that can be wrong with a call is found here, while it is traced. Every error
+names the argument, what was expected and what came.
+"""
+
+import math
+import numbers
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxflash.spec import CORE_AXES, MAX_OFFSET, UNLIMITED
+
+_PRECISIONS = {
+    None: 0,
+    "highest": 0,
+    "float32": 0,
+    jax.lax.Precision.HIGHEST: 0,
+    jax.lax.DotAlgorithmPreset.F32_F32_F32: 0,
+    "high": 1,
+    "bfloat16_3x": 1,
+    jax.lax.Precision.HIGH: 1,
+    jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3: 1,
+    "default": 2,
+    "tensorfloat32": 2,
+    jax.lax.Precision.DEFAULT: 2,
+    jax.lax.DotAlgorithmPreset.TF32_TF32_F32: 2,
+}
+
+
+def is_traced(x: Any) -> bool:
+    """Whether the value of x is unknown while this Python code runs."""
+    return isinstance(x, jax.core.Tracer)
+
+
+def _array(name: str, x: Any) -> Array:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be an array, got {x!r}") from error
+
+
+def _dtype(name: str, x: Array, kind: Any, text: str) -> None:
+    if not jnp.issubdtype(x.dtype, kind):
+        raise TypeError(f"{name} must have dtype {text}, got {x.dtype}")
+
+
+def _shape(name: str, x: Array, want: Sequence[int | None], letters: str) -> None:
+    """Checks a shape whose unchecked axes are None."""
+    fits = x.ndim == len(want) and all(
+        w is None or w == size for w, size in zip(want, x.shape, strict=True)
+    )
+    if not fits:
+        text = ", ".join("*" if w is None else str(w) for w in want)
+        raise ValueError(
+            f"{name} must have shape {letters} = [{text}], got {x.shape}"
+        )
+
+
+def query_key_value(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array]:
+    """The three arrays of every call."""
+    q, k, v = (
+        _array(name, x)
+        for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    _dtype("query", q, jnp.floating, "float32, bfloat16, float16 or float64")
+    for name, x in (("key", k), ("value", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(
+                f"{name} must have the dtype of query, {q.dtype}, got {x.dtype}; cast "
+                "one of them"
+            )
+    if q.ndim < 3:
+        raise ValueError(
+            "query must have shape [*batch, T, N, H] with at least 3 axes, got "
+            f"{q.shape}"
+        )
+    *batch, _, num_heads, head_dim = q.shape
+    if head_dim == 0:
+        raise ValueError(f"query must have a head dim H of at least 1, got 0: {q.shape}")
+    _shape("key", k, (*batch, None, None, head_dim), "[*batch, S, K, H]")
+    kv_len, num_kv_heads = k.shape[-3:-1]
+    _shape("value", v, (*batch, kv_len, num_kv_heads, None), "[*batch, S, K, Hv]")
+    if v.shape[-1] == 0:
+        raise ValueError(f"value must have a head dim Hv of at least 1, got {v.shape}")
+    if num_heads % num_kv_heads if num_kv_heads else num_heads:
+        raise ValueError(
+            "query must have a number of heads N that is a multiple of key's K, got "
+            f"N = {num_heads} and K = {num_kv_heads}"
+        )
+    return q, k, v
+
+
+def broadcastable(name: str, x: Any, full: tuple[int, ...]) -> Array:
+    """bias or mask: broadcastable to [*batch, N, T, S]."""
+    x = _array(name, x)
+    if name == "mask":
+        _dtype(name, x, jnp.bool_, "bool; an additive mask is a bias")
+    else:
+        _dtype(name, x, jnp.floating, "float")
+    shape = x.shape
+    if len(full) == 3 and x.ndim == 4 and shape[0] == 1:
+        shape = shape[1:]  # jax.nn takes four axes also where query has three
+    fits = len(shape) <= len(full) and all(
+        size in (1, want)
+        for size, want in zip(shape[::-1], full[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name} must be broadcastable to [*batch, N, T, S] = {list(full)}, got "
+            f"{x.shape}"
+        )
+    return x.reshape((1,) * (3 - len(shape)) + shape)
+
+
+def integers(
+    name: str, x: Any, shape: tuple[int, ...], letters: str, most: int | None = None
+) -> Array:
+    """An int32 array of one shape, its values in [0, most] where they are known."""
+    x = _array(name, x)
+    _dtype(name, x, jnp.int32, "int32")
+    if letters == "[*batch]" and shape == () and x.shape == (1,):
+        x = x.reshape(())  # jax.nn takes lengths [1] where query has three axes
+    _shape(name, x, shape, letters)
+    if most is not None and not is_traced(x) and x.size:
+        values = np.asarray(x)
+        low, high = int(values.min()), int(values.max())
+        if low < 0 or high > most:
+            raise ValueError(
+                f"{name} must be from 0 to {most}, got {low if low < 0 else high}"
+            )
+    return x
+
+
+def per_head(name: str, x: Any, want: tuple[int, ...], dtype: Any) -> Array:
+    """sinks [N] or alibi_slopes [N] or [*batch, N], in the dtype of scores."""
+    x = _array(name, x)
+    _dtype(name, x, jnp.floating, "float")
+    letters = "[N]"
+    if name == "alibi_slopes" and x.ndim > 1:
+        letters = "[*batch, N]"
+        want = tuple(
+            1 if i < len(x.shape) - 1 and x.shape[i] == 1 else size
+            for i, size in enumerate(want)
+        )
+    else:
+        want = want[-1:]
+    _shape(name, x, want, letters)
+    return x.astype(dtype)
+
+
+def scale(x: Any, head_dim: int, dtype: Any) -> Array:
+    """None, a Python number or a floating scalar array."""
+    if x is None:
+        return jnp.asarray(1 / math.sqrt(head_dim), dtype)
+    if isinstance(x, str | bool):
+        raise TypeError(f"scale must be a number or a scalar array, got {x!r}")
+    if isinstance(x, numbers.Real):
+        x = float(x)
+    x = _array("scale", x)
+    _dtype("scale", x, jnp.floating, "float")
+    if x.shape != ():
+        raise ValueError(f"scale must be a scalar, of shape (), got {x.shape}")
+    if not is_traced(x) and not np.isfinite(np.asarray(x, np.float64)):
+        raise ValueError(f"scale must be finite, got {float(x)}")
+    return x.astype(dtype)
+
+
+def query_offset(x: Any, batch: tuple[int, ...]) -> Array | None:
+    """A Python int, an int32 scalar or int32 [*batch], clamped to +-2^30."""
+    if isinstance(x, numbers.Integral) and not isinstance(x, bool):
+        x = max(-MAX_OFFSET, min(int(x), MAX_OFFSET))
+        return jnp.asarray(x, jnp.int32) if x else None
+    if isinstance(x, numbers.Number | str) or x is None:
+        raise TypeError(f"query_offset must be an int or an int32 array, got {x!r}")
+    x = _array("query_offset", x)
+    _dtype("query_offset", x, jnp.int32, "int32")
+    if x.shape != ():
+        _shape("query_offset", x, batch, "[] or [*batch]")
+    return jnp.clip(x, -MAX_OFFSET, MAX_OFFSET)
+
+
+def flag(name: str, x: Any) -> bool:
+    """A static bool."""
+    if not isinstance(x, bool | np.bool_):
+        raise TypeError(f"{name} must be a Python bool, got {x!r}")
+    return bool(x)
+
+
+def window(x: Any) -> tuple[int, int]:
+    """(left, right), -1 where unlimited."""
+    expected = "an int or a pair (left, right) of int or None"
+    error = TypeError(f"local_window_size must be {expected}, got {x!r}")
+    if x is None:
+        return UNLIMITED, UNLIMITED
+    sides = tuple(x) if isinstance(x, tuple | list) else (x, x)
+    if len(sides) != 2:
+        raise error
+    result = []
+    for side in sides:
+        if side is None:
+            result.append(UNLIMITED)
+            continue
+        if isinstance(side, bool) or is_traced(side):
+            raise error
+        try:
+            result.append(operator.index(side))
+        except TypeError:
+            raise error from None
+        if result[-1] < 0:
+            raise ValueError(
+                f"local_window_size must not be negative, got {x!r}; None is unlimited"
+            )
+    return result[0], result[1]
+
+
+def _number(name: str, x: Any) -> float:
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+        raise TypeError(f"{name} must be a Python number, got {x!r}")
+    return float(x)
+
+
+def softcap(x: Any) -> float:
+    """A positive Python number, or None for none; 0 = off in the result."""
+    if x is None:
+        return 0.0
+    value = _number("softcap", x)
+    if not 0 < value < math.inf:
+        raise ValueError(f"softcap must be finite and greater than 0, got {value}")
+    return value
+
+
+def dropout(rate: Any, key: Any, batch: tuple[int, ...]) -> tuple[float, Array | None]:
+    """The rate, and the Philox key [*batch, 2] of every batch element."""
+    value = _number("dropout_rate", rate)
+    if not 0 <= value < 1:
+        raise ValueError(f"dropout_rate must be in [0, 1), got {value}")
+    if value == 0:
+        return value, None
+    if key is None:
+        raise ValueError(
+            f"dropout_key must be a PRNG key where dropout_rate = {value} > 0, got None"
+        )
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(
+        key.dtype, jax.dtypes.prng_key
+    )
+    if not typed:
+        key = _array("dropout_key", key)
+    if key.ndim != (0 if typed else 1) or not (typed or key.dtype == jnp.uint32):
+        raise TypeError(
+            "dropout_key must be one PRNG key, as jax.random.key makes it, got dtype "
+            f"{key.dtype} and shape {key.shape}"
+        )
+    return value, jax.random.bits(key, (*batch, 2), jnp.uint32)
+
+
+def precision(x: Any) -> int:
+    """The number of a precision in jaxflash.spec.Spec."""
+    try:
+        return _PRECISIONS[x]
+    except (KeyError, TypeError):
+        names = sorted({str(name) for name in _PRECISIONS if isinstance(name, str)})
+        raise ValueError(
+            f"precision must be None, a jax.lax.Precision or one of {names}, got {x!r}"
+        ) from None
+
+
+def one_device_set(operands: Mapping[str, Any]) -> None:
+    """Refuses arrays that were put on different devices."""
+    first = None
+    for name, x in operands.items():
+        if name not in CORE_AXES or is_traced(x) or not getattr(x, "committed", False):
+            continue
+        devices = x.devices()
+        if first is None:
+            first = name, devices
+        elif devices != first[1]:
+            raise ValueError(
+                f"{name} must be on the devices of {first[0]}, "
+                f"{sorted(map(str, first[1]))}, got {sorted(map(str, devices))}; move "
+                "one of them with jax.device_put"
+            )

@@ -1,0 +1,56 @@
+"""Every name that JAX keeps private or that differs between JAX 0.9 and 0.12."""
+
+import contextlib
+
+import jax
+from jax import core
+from jax.interpreters import mlir
+
+try:  # jax >= 0.10
+    from jax._src.core import auto_insert_reshard as _unify  # pyright: ignore
+except ImportError:  # jax 0.9
+    from jax._src.core import (  # pyright: ignore
+        standard_insert_pvary as _unify,
+    )
+
+
+def bind(primitive, *args, **params):
+    """Binds after marking all operands as varying over the same manual mesh axes.
+
+    Inside shard_map with check_vma=True, JAX's own primitives do this in their
+    wrappers; a primitive bound directly must ask for it, and the function that does it
+    has no public name.
+    """
+    return primitive.bind(*_unify(*args), **params)
+
+
+def vary_like(values, others):
+    """`values`, marked as varying over every manual mesh axis of `others`.
+
+    A scan demands that its carry has the type that its body returns.
+    """
+    flat, tree = jax.tree.flatten(values)
+    return jax.tree.unflatten(tree, _unify(*flat, *others)[: len(flat)])
+
+
+@contextlib.contextmanager
+def _no_mesh():
+    # An empty mesh that is already empty must not be entered again: doing so would
+    # change the trace context and miss JAX's caches.
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+    else:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            yield
+
+
+def lower_function(ctx: mlir.LoweringRuleContext, function, *args):
+    """Lowers plain JAX code for operands whose types carry shardings or mesh axes.
+
+    Lowering happens inside the partitioned program, where those types have done their
+    work: jnp code is traced as on one device and the partitioner splits the result.
+    """
+    with _no_mesh():
+        avals = [core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+        plain = ctx.replace(avals_in=avals)
+        return mlir.lower_fun(function, multiple_results=True)(plain, *args)

@@ -1,0 +1,251 @@
+"""The compiled kernels: loading them, choosing between them, calling them."""
+
+import functools
+import importlib
+import math
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.interpreters import mlir
+
+from jaxflash import compat
+from jaxflash.spec import IMPLEMENTATIONS, KERNELS, Spec, batch_shape, core_rank
+
+# Platforms with kernels, in JAX's spelling for lowering, and the name under which the
+# FFI registers targets for them.
+PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+MIN_COMPUTE_CAPABILITY = (8, 0)
+_HOW_TO_BUILD = {
+    "cpu": "install the package with a C++ compiler (pip install .)",
+    "cuda": "install the package where nvcc or the CUDA wheels are found "
+    "(pip install '.[cuda]')",
+}
+
+
+@functools.cache
+def load(backend: str) -> ModuleType | str:
+    """The compiled module of a backend, registered with XLA, or why there is none."""
+    try:
+        module = importlib.import_module(f"jaxflash._{backend}")
+    except ImportError as error:
+        return (
+            f"the {backend} kernels are not part of this installation ({error}); "
+            f"to build them, {_HOW_TO_BUILD[backend]}"
+        )
+    for name, target in module.registrations().items():
+        jax.ffi.register_ffi_target(name, target, platform=PLATFORMS[backend])
+    return module
+
+
+@functools.cache
+def _device_refusal() -> str | None:
+    """Why the CUDA devices of this process cannot run the kernels, or None.
+
+    A process without CUDA devices may still lower for them, to export a program.
+    """
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return None
+    for device in devices:
+        text = str(getattr(device, "compute_capability", "8.0"))
+        version = tuple(int(part) for part in text.split("."))
+        if version < MIN_COMPUTE_CAPABILITY:
+            arch = "sm_" + text.replace(".", "")
+            return f"GPU {device.device_kind} ({arch}); the kernels need sm_80 or newer"
+    return None
+
+
+def unavailable(backend: str) -> str | None:
+    """Why the kernels of a backend cannot run in this process, or None."""
+    module = load(backend)
+    if isinstance(module, str):
+        return module
+    return _device_refusal() if backend == "cuda" else None
+
+
+def refusal(backend: str, spec: Spec, shapes: Sequence) -> str | None:
+    """The first thing about a call that a backend's kernels do not serve, or None."""
+    by_name = dict(zip(spec.operands, shapes, strict=False))
+    query, value = by_name["query"], by_name["value"]
+    return KERNELS[backend].refusal(
+        spec, jnp.dtype(query.dtype).name, query.shape[-1], value.shape[-1]
+    )
+
+
+def check_implementation(spec: Spec, operands: Sequence) -> None:
+    """Raises where a call that names an implementation can never be served by it."""
+    backend = spec.implementation
+    if backend not in KERNELS:
+        return
+    what = refusal(backend, spec, operands)
+    if what is not None:
+        raise NotImplementedError(
+            f"implementation={backend!r} does not serve {what}; it serves "
+            f"{KERNELS[backend].describe()}. implementation='reference' serves "
+            "everything, and None falls back to it"
+        )
+    why = unavailable(backend)
+    if why is not None:
+        raise NotImplementedError(
+            f"implementation={backend!r} cannot run: {why}. "
+            "implementation='reference' runs everywhere"
+        )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+def choose(spec: Spec, avals: Sequence, platform: str | None) -> str:
+    """What serves a call that is being lowered for a platform.
+
+    Returns:
+        "cpu", "cuda" or "reference".
+
+    Raises:
+        NotImplementedError: the call names another backend's kernels, or kernels that
+            cannot run here.
+    """
+    if spec.implementation == "reference":
+        return "reference"
+    if spec.implementation is not None:
+        if spec.implementation != platform:
+            raise NotImplementedError(
+                f"implementation={spec.implementation!r} cannot serve a call that is "
+                f"lowered for platform {platform or 'other than cpu and cuda'!r}; use "
+                "implementation=None, which picks what serves the platform, or "
+                "'reference'"
+            )
+        check_implementation(spec, avals)
+        return spec.implementation
+    if platform is None:
+        _warn_once("jaxflash has no kernels for this platform" + _FALLBACK)
+        return "reference"
+    what = refusal(platform, spec, avals)
+    why = f"do not serve {what} yet" if what else unavailable(platform)
+    if why is None:
+        return platform
+    prefix = f"jaxflash's {platform} kernels " if what else "jaxflash: "
+    _warn_once(prefix + why + _FALLBACK)
+    return "reference"
+
+
+_FALLBACK = (
+    "; the call runs implementation='reference' (exact, O(T) memory, slower). "
+    "Pass implementation='reference' to choose it and silence this warning."
+)
+
+
+def call(
+    ctx: mlir.LoweringRuleContext,
+    operands: Sequence,
+    backend: str,
+    direction: str,
+    spec: Spec,
+    names: Sequence[str],
+    results: Sequence[tuple[str, ShapedArray]],
+) -> list:
+    """Emits one call of a kernel and hides its workspace.
+
+    Args:
+        ctx: the lowering context.
+        operands: IR values, one per name.
+        backend: "cpu" or "cuda".
+        direction: "forward" or "backward".
+        spec: the call.
+        names: what each operand is.
+        results: name and type of each result.
+    """
+    module = load(backend)
+    assert isinstance(module, ModuleType)
+    avals = dict(zip(names, ctx.avals_in, strict=True))
+    (q_len, num_heads, head_dim), dtype = avals["query"].shape[-3:], avals["query"].dtype
+    kv_len, num_kv_heads, _ = avals["key"].shape[-3:]
+    batch = batch_shape(names, [aval.shape for aval in ctx.avals_in])
+    workspace = module.workspace_bytes(
+        direction,
+        jnp.dtype(dtype).name,
+        math.prod(batch),
+        q_len,
+        kv_len,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        avals["value"].shape[-1],
+        spec.deterministic,
+    )
+    result_names, result_avals = zip(*results, strict=True)
+    types = [*result_avals, ShapedArray((workspace,), jnp.uint8)]
+    rule = jax.ffi.ffi_lowering(f"jaxflash_attention_{direction}")
+    values = rule(
+        ctx.replace(avals_out=types),
+        *operands,
+        operands=",".join(names),
+        results=",".join((*result_names, "workspace")),
+        is_causal=spec.is_causal,
+        window_left=spec.window_left,
+        window_right=spec.window_right,
+        softcap=spec.softcap,
+        dropout_rate=spec.dropout_rate,
+        deterministic=spec.deterministic,
+        precision=spec.precision,
+    )
+    return list(values)[:-1]
+
+
+def call_backward(
+    ctx: mlir.LoweringRuleContext,
+    operands: Sequence,
+    backend: str,
+    spec: Spec,
+    names: Sequence[str],
+    wanted: Sequence[str],
+    summed: Sequence[Sequence[int]],
+) -> list:
+    """Emits the backward kernel and the sums over what its operands share."""
+    batch = batch_shape(names, [aval.shape for aval in ctx.avals_in])
+    by_name = dict(zip(names, ctx.avals_in, strict=True))
+    rows = by_name["lse"].shape[-2:]
+    results, sums = [], []
+    for name, axes in zip(wanted, summed, strict=True):
+        aval = by_name[name]
+        core = aval.shape[aval.ndim - core_rank(name) :]
+        row_sums = _ROW_SUMS.get(name)
+        dtype = jnp.float32 if axes or row_sums else aval.dtype
+        full = ShapedArray((*batch, *(rows if row_sums else core)), dtype)
+        results.append((_GRADIENTS[name], full))
+        own = [axis - core_rank(name) for axis in axes]
+        sums.append((row_sums, own))
+    values = call(ctx, operands, backend, "backward", spec, names, results)
+
+    def finish(*grads):
+        done = []
+        for grad, (row_axes, axes), aval in zip(
+            grads, sums, ctx.avals_out, strict=True
+        ):
+            if row_axes:
+                grad = grad.sum(row_axes)
+            done.append(grad.sum(axes, keepdims=True).astype(aval.dtype))
+        return done
+
+    raw = ctx.replace(avals_in=[aval for _, aval in results])
+    return compat.lower_function(raw, finish, *values)
+
+
+_GRADIENTS = {
+    "query": "dq",
+    "key": "dk",
+    "value": "dv",
+    "scale": "dscale",
+    "bias": "dbias",
+    "sinks": "dsinks",
+    "alibi_slopes": "dalibi",
+}
+# Gradients that the kernel returns per row [N, T], and the axes that make them whole.
+_ROW_SUMS = {"scale": (-2, -1), "sinks": (-1,), "alibi_slopes": (-1,)}

@@ -1,0 +1,1 @@
+"""The three primitives: forward, its derivative, and the transpose of that."""

@@ -1,0 +1,106 @@
+"""attention_tangent: the derivative of attention_forward, linear in the tangents."""
+
+from functools import partial
+
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+from jaxflash import compat, reference
+from jaxflash.primitives import common
+from jaxflash.primitives.backward import attention_backward
+from jaxflash.spec import Spec, accumulator, lead
+
+attention_tangent_p = Primitive("attention_tangent")
+attention_tangent_p.multiple_results = True
+
+
+def _names(spec: Spec, tangents: tuple[str, ...]) -> tuple[str, ...]:
+    """What each operand is; a tangent is shaped like its primal."""
+    return (*spec.operands, "out", "lse", *tangents)
+
+
+def attention_tangent(*operands, spec: Spec, tangents: tuple[str, ...]):
+    """Returns t_out and t_lse.
+
+    Args:
+        *operands: those of attention_forward, out, lse, and the tangents.
+        spec: the call.
+        tangents: the names of the operands whose tangents are given.
+    """
+    return compat.bind(attention_tangent_p, *operands, spec=spec, tangents=tangents)
+
+
+def _abstract_eval(*avals, spec: Spec, tangents: tuple[str, ...]):
+    names = _names(spec, tangents)
+    batch = common.full_batch(names, avals)
+    out, lse = (avals[names.index(name)] for name in ("out", "lse"))
+    dtype = accumulator(out.dtype)
+    return [
+        common.result_aval("out", (*batch, *out.shape[-3:]), out.dtype, names, avals),
+        common.result_aval("lse", (*batch, *lse.shape[-2:]), dtype, names, avals),
+    ]
+
+
+def _lower(ctx, *operands, spec: Spec, tangents: tuple[str, ...]):
+    return compat.lower_function(
+        ctx, partial(reference.tangent, spec, tangents), *operands
+    )
+
+
+def _batch(operands, dims, *, spec: Spec, tangents: tuple[str, ...]):
+    operands = common.batch_operands(_names(spec, tangents), operands, dims)
+    return attention_tangent(*operands, spec=spec, tangents=tangents), [0, 0]
+
+
+def _jvp(primals, change, *, spec: Spec, tangents: tuple[str, ...]):
+    values = attention_tangent(*primals, spec=spec, tangents=tangents)
+    function = partial(reference.tangent, spec, tangents)
+    return values, list(common.jvp_of_reference(function, primals, change))
+
+
+def _transpose(cotangents, *operands, spec: Spec, tangents: tuple[str, ...]):
+    count = len(operands) - len(tangents)
+    residuals, linear = operands[:count], operands[count:]
+    d_out, d_lse = cotangents
+    if type(d_out) is ad.Zero:
+        d_out = ad.instantiate_zeros(d_out)
+    cotangents = (d_out,) if type(d_lse) is ad.Zero else (d_out, d_lse)
+    wanted = tuple(
+        name
+        for name, t in zip(tangents, linear, strict=True)
+        if ad.is_undefined_primal(t)
+    )
+    shapes = {
+        name: t.aval.shape if ad.is_undefined_primal(t) else t.shape
+        for name, t in zip(tangents, linear, strict=True)
+    }
+    rank = d_out.ndim - 3
+    summed = tuple(
+        _shared_axes(lead(name, shapes[name]), d_out.shape[:rank]) for name in wanted
+    )
+    grads = attention_backward(
+        *residuals, *cotangents, spec=spec, wanted=wanted, summed=summed
+    )
+    by_name = {
+        name: grad.reshape(shapes[name])
+        for name, grad in zip(wanted, grads, strict=True)
+    }
+    return [None] * count + [by_name.get(name) for name in tangents]
+
+
+def _shared_axes(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
+    """Batch axes, counted from the right, along which an operand does not vary."""
+    own = (1,) * (len(batch) - len(own)) + own
+    return tuple(
+        axis
+        for axis in range(-len(batch), 0)
+        if own[axis] == 1 and batch[axis] != 1
+    )
+
+
+attention_tangent_p.def_impl(partial(xla.apply_primitive, attention_tangent_p))
+attention_tangent_p.def_abstract_eval(_abstract_eval)
+mlir.register_lowering(attention_tangent_p, _lower)
+batching.primitive_batchers[attention_tangent_p] = _batch
+ad.primitive_jvps[attention_tangent_p] = _jvp
+ad.primitive_transposes[attention_tangent_p] = _transpose
