@@ -18,7 +18,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxflash.attention import dot_product_attention
+
+from jaxflash.attention import Implementation, dot_product_attention
 
 
 def attention_fn(
@@ -40,7 +41,7 @@ def attention_fn(
     attn_weights_value_einsum: Any = None,
     *,
     always_causal: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Attention with the calling convention of Flax.
 
