@@ -111,6 +111,17 @@ def xla_attention(call: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
     return out.astype(q.dtype), jnp.swapaxes(lse, -1, -2)
 
 
+def xla_results(call: dict[str, Any], d_out: Any, d_lse: Any):
+    """(out, lse) of the yardstick, and its gradients by name."""
+
+    @jax.jit
+    def results(inputs):
+        outputs, pullback = jax.vjp(lambda x: xla_attention(call | x), inputs)
+        return outputs, pullback((d_out, d_lse))[0]
+
+    return results({name: call[name] for name in ("query", "key", "value")})
+
+
 def assert_meets_bar(got: Any, xla: Any, want: Any, dtype: Any, name: str) -> None:
     """The accuracy bar: max error <= 2x, mean error <= 1.5x that of XLA's attention.
 

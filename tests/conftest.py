@@ -83,7 +83,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line(
         "markers", "implementations(*names): run on these implementations only"
     )

@@ -1,0 +1,83 @@
+"""The accuracy bar: no worse than XLA's own attention, on inputs of many kinds."""
+
+import functools
+
+import numpy as np
+import oracle
+import pytest
+from calls import KINDS, QKV, cotangents, make_call, run, run_gradients
+from compare import assert_meets_bar, xla_results
+
+
+@functools.cache
+def case(kind: str, is_causal: bool, dtype: str, platform: str):
+    """A call, its cotangents, and XLA's results on this platform."""
+    T, S = (64, 1024) if kind == "one_hot" else (208, 208)
+    call = make_call(T, S, K=2, H=64, dtype=dtype, kind=kind, seed=3)
+    call |= {"is_causal": is_causal, "query_offset": S - T}
+    cts = cotangents(call)
+    return call, cts, xla_results(call, *cts)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_meets_the_accuracy_bar(implementation, dtype, kind, is_causal):
+    call, _, xla = case(kind, is_causal, dtype, implementation)
+    check_forward(call, implementation, dtype, xla)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_meets_the_accuracy_bar(implementation, dtype, kind, is_causal):
+    call, cts, xla = case(kind, is_causal, dtype, implementation)
+    check_backward(call, implementation, dtype, cts, xla)
+
+
+def check_forward(call, implementation, dtype, xla):
+    results = run(call, implementation), xla[0], oracle.forward(call)
+    for name, got, xla, want in zip(("out", "lse"), *results, strict=True):
+        assert_meets_bar(got, xla, want, dtype if name == "out" else "float32", name)
+
+
+def check_backward(call, implementation, dtype, cts, xla):
+    grads, want = run_gradients(call, implementation, *cts), oracle.backward(call, *cts)
+    for name in QKV:
+        assert_meets_bar(grads[name], xla[1][name], want[name], dtype, f"d{name}")
+
+
+def check(call, implementation, dtype):
+    cts = cotangents(call)
+    xla = xla_results(call, *cts)
+    check_forward(call, implementation, dtype, xla)
+    check_backward(call, implementation, dtype, cts, xla)
+
+
+def test_logits_beyond_float16_are_exact(implementation, dtype):
+    call = make_call(24, 72, N=2, H=128, dtype=dtype)
+    for name in ("query", "key"):
+        call[name] = (call[name] * call[name].dtype.type(1000)).astype(dtype)
+    assert np.abs(oracle.evaluate(**call).dots).max() > 65504
+    check(call, implementation, dtype)
+
+
+def test_rows_of_huge_negative_logits_are_shift_invariant(implementation, dtype):
+    call = make_call(16, 90, N=2, H=128, dtype=dtype, seed=4)
+    call["query"] = np.full_like(call["query"], 44.0)
+    call["key"] = (call["key"] * np.float32(0.25) - 44).astype(dtype)
+    assert oracle.evaluate(**call).dots.max() < -2e5
+    check(call, implementation, dtype)
+
+
+def test_gradients_of_a_single_row_of_low_probability_mass(implementation, dtype):
+    call = make_call(1, 128, batch=(1,), N=2, H=64, dtype=dtype)
+    call["query"] = np.full_like(call["query"], 3.0)
+    call["key"] = (call["key"] * np.float32(0.25) - 5).astype(dtype)
+    assert oracle.forward(call)[1].max() < -100
+    check(call, implementation, dtype)
+
+
+def test_small_inputs_keep_their_accuracy(implementation, dtype):
+    call = make_call(70, 70, N=2, H=32, dtype=dtype)
+    for name in ("query", "key"):
+        call[name] = (call[name] * np.float32(0.07)).astype(dtype)
+    check(call, implementation, dtype)

@@ -1,0 +1,170 @@
+"""The corner cases that must come out the same on every backend."""
+
+import numpy as np
+import pytest
+from calls import QKV, cotangents, make_call, run, run_gradients
+from compare import (
+    assert_close,
+    assert_equal,
+    assert_forward,
+    assert_gradients,
+)
+
+INT32 = np.iinfo(np.int32)
+
+
+def finite(x) -> bool:
+    return bool(np.all(np.isfinite(np.asarray(x, np.float64))))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_no_keys_give_zero_rows(implementation, dtype, is_causal):
+    call = make_call(7, 0, N=4, K=2, dtype=dtype, is_causal=is_causal)
+    out, lse = run(call, implementation)
+    assert out.shape == (2, 7, 4, 16)
+    assert np.all(np.asarray(out) == 0)
+    assert np.all(np.asarray(lse) == -np.inf)
+    grads = run_gradients(call, implementation, *cotangents(call))
+    assert np.all(np.asarray(grads["query"]) == 0)
+    assert grads["key"].shape == grads["value"].shape == (2, 0, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("batch", "T", "S", "N"),
+    [((2,), 0, 5, 4), ((0,), 3, 5, 4), ((2,), 3, 5, 0), ((0,), 0, 0, 2)],
+)
+def test_empty_arrays_have_the_right_shape(implementation, dtype, batch, T, S, N):
+    call = make_call(T, S, batch=batch, N=N, dtype=dtype)
+    out, lse = run(call, implementation)
+    assert (out.shape, out.dtype) == ((*batch, T, N, 16), dtype)
+    assert (lse.shape, lse.dtype) == ((*batch, T, N), np.float32)
+    grads = run_gradients(call, implementation, *cotangents(call))
+    for name in QKV:
+        assert grads[name].shape == call[name].shape
+        assert np.all(np.asarray(grads[name]) == 0)
+
+
+def test_rows_without_keys_change_no_other_gradient(implementation, working_dtype):
+    blind = 21
+    call = make_call(50, 40, K=2, dtype=working_dtype, is_causal=True)
+    call |= {"query_offset": -blind}
+    d_out, d_lse = cotangents(call)
+    grads = run_gradients(call, implementation, d_out, d_lse)
+    assert all(finite(x) for x in grads.values())
+    assert np.all(np.asarray(grads["query"][:, :blind]) == 0)
+    seeing = call | {"query": call["query"][:, blind:], "query_offset": 0}
+    assert_gradients(
+        seeing,
+        {"query": grads["query"][:, blind:], "key": grads["key"]}
+        | {"value": grads["value"]},
+        d_out[:, blind:],
+        d_lse[:, blind:],
+    )
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("hidden_by", ["length", "causal", "query_length"])
+def test_garbage_that_no_row_sees_has_no_effect(
+    implementation, dtype, hidden_by, garbage
+):
+    call = make_call(33, 70, K=2, dtype=dtype)
+    first = 33
+    if hidden_by == "length":
+        call["key_value_seq_lengths"] = np.array([33, 0], np.int32)
+    elif hidden_by == "causal":
+        call["is_causal"] = True
+    else:
+        call |= {"is_causal": True, "query_offset": 5}
+        call["query_seq_lengths"] = np.array([28, 3], np.int32)
+    dirty = {name: call[name].copy() for name in QKV}
+    for name in ("key", "value"):
+        dirty[name][:, first:] = garbage
+    if hidden_by == "length":
+        dirty["key"][1], dirty["value"][1] = garbage, garbage
+    if hidden_by == "query_length":
+        dirty["query"][0, 28:], dirty["query"][1, 3:] = garbage, garbage
+    dirty = call | dirty
+    results = run(dirty, implementation), run(call, implementation)
+    for got, want in zip(*results, strict=True):
+        assert_equal(got, want)
+    cts = cotangents(call)
+    grads = run_gradients(dirty, implementation, *cts, deterministic=True)
+    want = run_gradients(call, implementation, *cts, deterministic=True)
+    for name in QKV:
+        assert_equal(grads[name], want[name], f"d{name}")
+        assert finite(grads[name])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nan_in_a_query_row_stays_in_that_row(implementation, dtype, is_causal):
+    call = make_call(40, 40, K=2, dtype=dtype, is_causal=is_causal)
+    clean = run(call, implementation)
+    call["query"][0, 17, 2, 3] = np.nan
+    for got, want in zip(run(call, implementation), clean, strict=True):
+        got, want = np.asarray(got, np.float64), np.array(want, np.float64)
+        want[0, 17, 2] = np.nan
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_in_a_key_reaches_only_the_rows_that_see_it(implementation, dtype, bad):
+    call = make_call(40, 40, K=2, dtype=dtype, is_causal=True)
+    clean = run(call, implementation)
+    call["key"][1, 25, 0, 3] = bad
+    for got, want in zip(run(call, implementation), clean, strict=True):
+        got, want = np.asarray(got, np.float64), np.array(want, np.float64)
+        touched = np.zeros(got.shape, bool)
+        touched[1, 25:, :2] = True
+        np.testing.assert_array_equal(got[~touched], want[~touched])
+        # +inf times a negative query is a logit of -inf, which is merely hidden.
+        assert np.isnan(got[touched]).all() if np.isnan(bad) else True
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_in_a_value_stays_in_its_column(implementation, dtype, bad):
+    call = make_call(40, 40, K=2, dtype=dtype, is_causal=True)
+    out, lse = run(call, implementation)
+    call["value"][1, 25, 0, 3] = bad
+    got, got_lse = run(call, implementation)
+    np.testing.assert_array_equal(got_lse, lse)
+    want = np.array(out, np.float64)
+    got = np.asarray(got, np.float64)
+    assert not np.isfinite(got[1, 25:, :2, 3]).any()
+    got[1, 25:, :2, 3] = want[1, 25:, :2, 3] = 0
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("offset", [INT32.max, INT32.min, 2**30, -(2**30)])
+def test_extreme_query_offsets_do_not_wrap(
+    implementation, working_dtype, offset, traced
+):
+    call = make_call(9, 12, dtype=working_dtype, is_causal=True)
+    call["query_offset"] = np.asarray(offset, np.int32) if traced else offset
+    call["key_value_seq_lengths"] = np.array([12, 5], np.int32)
+    assert_forward(call, *run(call, implementation))
+    d_out, d_lse = cotangents(call)
+    grads = run_gradients(call, implementation, d_out, d_lse)
+    assert_gradients(call, grads, d_out, d_lse)
+
+
+@pytest.mark.parametrize(("B", "N"), [(65_600, 1), (1, 65_600), (10_923, 6)])
+def test_more_batch_and_heads_than_a_cuda_grid_axis_holds(implementation, B, N):
+    dtype = "float16"
+    call = make_call(2, 3, batch=(B,), N=N, H=4, dtype=dtype)
+    d_out, d_lse = cotangents(call)
+    out, lse = run(call, implementation)
+    grads = run_gradients(call, implementation, d_out, d_lse)
+    axis, half = (0, B // 2) if B > 1 else (2, N // 2)
+
+    def take(x):
+        return np.take(x, range(half, 2 * half), axis)
+
+    part = {name: take(call[name]) for name in QKV}
+    part_out, part_lse = run(part, implementation)
+    assert_equal(take(out), np.asarray(part_out))
+    assert_equal(take(lse), np.asarray(part_lse))
+    want = run_gradients(part, implementation, take(d_out), take(d_lse))
+    for name in QKV:
+        assert_close(take(grads[name]), want[name], 2e-3, f"d{name}")
+    assert_forward(part, part_out, part_lse)

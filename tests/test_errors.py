@@ -1,0 +1,224 @@
+"""Bad input: which exception, and whether its text lets the user mend the call."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from calls import make_call
+
+from jaxflash import dot_product_attention
+
+B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
+WRONG = (TypeError, ValueError)
+
+
+def zeros(*shape, dtype="float32"):
+    return np.zeros(shape, dtype)
+
+
+def ids(*shape):
+    return np.zeros(shape, np.int32)
+
+
+def lengths(*values):
+    return np.array(values, np.int32)
+
+
+# Each row: what is changed in a good call, the exception, and what its text must name:
+# the argument, what was expected, what came.
+OF_SHAPES_AND_DTYPES = [
+    ({"query": zeros(T, H)}, ValueError, "query", "T, N, H", "(5, 8)"),
+    ({"key": zeros(S, K, H)}, ValueError, "key", "(7, 2, 8)"),
+    ({"value": zeros(S, H)}, ValueError, "value", "(7, 8)"),
+    ({"key": zeros(B, S, K, 6)}, ValueError, "key", "8", "(2, 7, 2, 6)"),
+    ({"value": zeros(B, 6, K, H)}, ValueError, "value", "7", "(2, 6, 2, 8)"),
+    ({"value": zeros(B, S, 4, H)}, ValueError, "value", "2", "(2, 7, 4, 8)"),
+    ({"key": zeros(3, S, K, H)}, ValueError, "key", "2", "(3, 7, 2, 8)"),
+    ({"query": zeros(B, T, 3, H)}, ValueError, "query", "multiple", "3", "2"),
+    ({"key": zeros(B, S, K, H, dtype="float16")}, ValueError, "key", "float32",
+     "float16"),
+    ({"value": zeros(B, S, K, H, dtype="float16")}, ValueError, "value", "float32",
+     "float16"),
+    ({"query": zeros(B, T, N, H, dtype="int32")}, WRONG, "query", "float", "int32"),
+    ({"query": zeros(B, T, N, H, dtype="complex64")}, WRONG, "query", "float",
+     "complex64"),
+    ({"query": zeros(B, T, N, 0), "key": zeros(B, S, K, 0)}, ValueError, "query", "H",
+     "0"),
+    ({"mask": zeros(B, 1, T, S)}, WRONG, "mask", "bool", "float32"),
+    ({"mask": zeros(B, 3, T, S, dtype=bool)}, ValueError, "mask", "(2, 3, 5, 7)"),
+    ({"mask": zeros(B, 1, 1, T, S, dtype=bool)}, ValueError, "mask", "(2, 1, 1, 5, 7)"),
+    ({"bias": ids(B, 1, T, S)}, WRONG, "bias", "float", "int32"),
+    ({"bias": zeros(B, N, T, 6)}, ValueError, "bias", "7", "(2, 4, 5, 6)"),
+    ({"scale": zeros(2)}, ValueError, "scale", "scalar", "(2,)"),
+    ({"scale": np.ones((), np.int32)}, WRONG, "scale", "float", "int32"),
+    ({"query_seq_lengths": zeros(B)}, WRONG, "query_seq_lengths", "int32", "float32"),
+    ({"query_seq_lengths": ids(3)}, ValueError, "query_seq_lengths", "2", "(3,)"),
+    ({"key_value_seq_lengths": zeros(B)}, WRONG, "key_value_seq_lengths", "int32",
+     "float32"),
+    ({"key_value_seq_lengths": ids(B, 1)}, ValueError, "key_value_seq_lengths", "2",
+     "(2, 1)"),
+    ({"query_offset": zeros()}, WRONG, "query_offset", "int32", "float32"),
+    ({"query_offset": ids(3)}, ValueError, "query_offset", "2", "(3,)"),
+    ({"query_segment_ids": ids(B, T)}, ValueError, "key_value_segment_ids", "None"),
+    ({"key_value_segment_ids": ids(B, S)}, ValueError, "query_segment_ids", "None"),
+    ({"query_segment_ids": ids(B, S), "key_value_segment_ids": ids(B, S)}, ValueError,
+     "query_segment_ids", "5", "(2, 7)"),
+    ({"query_segment_ids": zeros(B, T), "key_value_segment_ids": ids(B, S)}, WRONG,
+     "query_segment_ids", "int32", "float32"),
+    ({"sinks": zeros(3)}, ValueError, "sinks", "4", "(3,)"),
+    ({"sinks": ids(N)}, WRONG, "sinks", "float", "int32"),
+    ({"alibi_slopes": zeros(3)}, ValueError, "alibi_slopes", "4", "(3,)"),
+    ({"alibi_slopes": ids(N)}, WRONG, "alibi_slopes", "float", "int32"),
+]  # fmt: skip
+
+OF_VALUES = [
+    ({"scale": float("nan")}, ValueError, "scale", "finite", "nan"),
+    ({"scale": float("-inf")}, ValueError, "scale", "finite", "-inf"),
+    ({"scale": "0.5"}, WRONG, "scale", "0.5"),
+    ({"query_seq_lengths": lengths(6, 1)}, ValueError, "query_seq_lengths", "5", "6"),
+    ({"query_seq_lengths": lengths(2, -1)}, ValueError, "query_seq_lengths", "-1"),
+    ({"key_value_seq_lengths": lengths(7, 8)}, ValueError, "key_value_seq_lengths",
+     "7", "8"),
+    ({"key_value_seq_lengths": lengths(-3, 8)}, ValueError, "key_value_seq_lengths",
+     "-3"),
+    ({"local_window_size": -1}, ValueError, "local_window_size", "-1"),
+    ({"local_window_size": (3, -2)}, ValueError, "local_window_size", "-2"),
+    ({"local_window_size": (1, 2, 3)}, WRONG, "local_window_size", "(1, 2, 3)"),
+    ({"local_window_size": 2.5}, WRONG, "local_window_size", "int", "2.5"),
+    ({"query_offset": 1.5}, WRONG, "query_offset", "int", "1.5"),
+    ({"softcap": 0.0}, ValueError, "softcap", "0", "0.0"),
+    ({"softcap": -2.0}, ValueError, "softcap", "-2.0"),
+    ({"softcap": float("nan")}, ValueError, "softcap", "nan"),
+    ({"softcap": float("inf")}, ValueError, "softcap", "inf"),
+    ({"dropout_rate": 0.5}, ValueError, "dropout_key", "None"),
+    ({"dropout_rate": -0.1}, ValueError, "dropout_rate", "-0.1"),
+    ({"dropout_rate": 1.0}, ValueError, "dropout_rate", "1.0"),
+    ({"dropout_rate": 0.5, "dropout_key": ids(3)}, WRONG, "dropout_key", "key"),
+    ({"precision": "exact"}, WRONG, "precision", "exact"),
+    ({"implementation": "tpu"}, ValueError, "implementation", "cuda", "cpu",
+     "reference", "tpu"),
+]  # fmt: skip
+
+
+def good_call():
+    return make_call(T, S, batch=(B,), N=N, K=K, H=H)
+
+
+def name_of(row) -> str:
+    return "-".join(row[0]) + "-" + "-".join(map(str, row[2:]))
+
+
+def check(function, error, needles):
+    with pytest.raises(error) as raised:
+        function()
+    text = str(raised.value)
+    for needle in needles:
+        boundary = (
+            r"(?<![\w.])" + re.escape(needle)
+            if needle[0].isalnum()
+            else (re.escape(needle))
+        )
+        assert re.search(boundary, text), f"{needle!r} is not named in: {text}"
+
+
+@pytest.mark.parametrize("row", OF_SHAPES_AND_DTYPES + OF_VALUES, ids=name_of)
+def test_bad_input_is_named(row):
+    changes, error, *needles = row
+    call = good_call() | changes
+    check(lambda: dot_product_attention(**call), error, needles)
+    # The same while a function that closes over the arrays is traced.
+    check(lambda: jax.eval_shape(lambda: dot_product_attention(**call)), error, needles)
+
+
+@pytest.mark.parametrize("row", OF_SHAPES_AND_DTYPES, ids=name_of)
+def test_bad_shapes_and_dtypes_are_named_at_trace_time(row):
+    changes, error, *needles = row
+    call = good_call() | changes
+    arrays = {name: x for name, x in call.items() if isinstance(x, np.ndarray)}
+    rest = {name: x for name, x in call.items() if name not in arrays}
+
+    def attention(arrays):
+        return dot_product_attention(**arrays, **rest)
+
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    check(lambda: jax.eval_shape(attention, abstract), error, needles)
+    check(lambda: jax.jit(attention).lower(abstract), error, needles)
+    check(lambda: jax.eval_shape(jax.vmap(attention), jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), arrays)), error,
+        needles[:1])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["is_causal", "local_window_size", "softcap"])
+def test_traced_values_of_static_arguments_are_named(name):
+    call = good_call()
+
+    def attention(x):
+        return dot_product_attention(**call, **{name: x})
+
+    with pytest.raises(TypeError, match=name):
+        jax.jit(attention)(jnp.ones((), jnp.int32))
+
+
+UNSERVED = [
+    ({"mask": np.ones((B, 1, T, S), bool)}, "mask"),
+    ({"bias": zeros(B, 1, T, S)}, "bias"),
+    ({"local_window_size": 2}, "local_window_size"),
+    ({"softcap": 3.0}, "softcap"),
+    ({"sinks": zeros(N)}, "sinks"),
+    ({"alibi_slopes": zeros(N)}, "alibi_slopes"),
+    ({"query_segment_ids": ids(B, T), "key_value_segment_ids": ids(B, S)},
+     "segment_ids"),
+    ({"value": zeros(B, S, K, 6, dtype="float16")}, "value"),
+    ({"query": zeros(B, T, N, 264, dtype="float16"),
+      "key": zeros(B, S, K, 264, dtype="float16"),
+      "value": zeros(B, S, K, 264, dtype="float16")}, "H"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+@pytest.mark.parametrize(("changes", "name"), UNSERVED, ids=[x[1] for x in UNSERVED])
+def test_explicit_implementation_refuses_what_it_does_not_serve(backend, changes, name):
+    call = make_call(T, S, batch=(B,), N=N, K=K, H=H, dtype="float16") | changes
+    call["implementation"] = backend
+    needles = (name, backend, "256" if name == "H" else "reference")
+    check(lambda: dot_product_attention(**call), NotImplementedError, needles)
+    check(lambda: jax.eval_shape(lambda: dot_product_attention(**call)),
+          NotImplementedError, needles)  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_explicit_implementation_refuses_dropout(backend):
+    call = make_call(dtype="float16") | {"implementation": backend}
+    call |= {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
+    needles = ("dropout_rate", backend, "reference")
+    check(lambda: dot_product_attention(**call), NotImplementedError, needles)
+
+
+def test_cuda_refuses_float32_by_name():
+    call = good_call() | {"implementation": "cuda"}
+    needles = ("float32", "cuda", "bfloat16", "float16")
+    check(lambda: dot_product_attention(**call), NotImplementedError, needles)
+
+
+def test_float64_is_the_reference_or_a_clear_refusal():
+    with jax.enable_x64(True), jax.debug_infs(True):
+        call = make_call(T, S, N=N, K=K, dtype="float64", is_causal=True)
+        call["query_seq_lengths"] = lengths(5, 3)
+        out = dot_product_attention(**call, implementation="reference")
+        assert out.dtype == np.float64
+        assert np.all(np.isfinite(np.asarray(out)))
+        needles = ("float64", "cpu", "reference")
+        check(lambda: dot_product_attention(**call, implementation="cpu"),
+              NotImplementedError, needles)  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["cuda"])
+def test_a_backend_of_another_platform_is_refused_by_name(backend):
+    call = make_call(T, S, dtype="float16") | {"implementation": backend}
+    with jax.default_device(jax.devices("cpu")[0]):
+        attention = lambda: dot_product_attention(**call)  # noqa: E731
+        needles = ("implementation", backend, "reference")
+        check(jax.jit(attention), NotImplementedError, needles)
+        check(attention, NotImplementedError, needles)

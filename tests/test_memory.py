@@ -1,0 +1,59 @@
+"""Temporaries stay linear in the length."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxflash import dot_product_attention
+
+# Blocks of the reference hold a bounded number of scores; kernels hold tiles.
+LIMIT = {"reference": 300 * 2**20, "cpu": 40 * 2**20}
+N, H = 2, 64
+
+
+def temporaries(implementation: str, length: int, pass_: str) -> int:
+    """Bytes that XLA sets aside beside inputs and outputs, without running."""
+    x = jax.ShapeDtypeStruct((1, length, N, H), jnp.float32)
+
+    def forward(q, k, v):
+        return dot_product_attention(
+            q, k, v, is_causal=True, implementation=implementation
+        )
+
+    def backward(q, k, v):
+        out, pullback = jax.vjp(forward, q, k, v)
+        return pullback(out)
+
+    def hvp(q, k, v):
+        def loss(q):
+            return (forward(q, k, v) ** 2).sum()
+
+        return jax.jvp(jax.grad(loss), (q,), (v,))[1]
+
+    function = {"forward": forward, "backward": backward, "hvp": hvp}[pass_]
+    compiled = jax.jit(function).lower(x, x, x).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.implementations("reference", "cpu")
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_temporaries_are_linear_in_the_length(implementation, pass_):
+    length = 16_384
+    inputs = 4 * length * N * H
+    half, full = (temporaries(implementation, n, pass_) for n in (length // 2, length))
+    assert full < LIMIT[implementation] + 8 * inputs
+    assert full <= 2.2 * half + 2**20
+
+
+@pytest.mark.implementations("reference", "cpu")
+def test_second_order_is_linear_in_the_length(implementation):
+    half, full = (temporaries(implementation, n, "hvp") for n in (8_192, 16_384))
+    assert full <= 2.2 * half + 2**20
+    assert full < 4 * N * 16_384**2
+
+
+def test_the_measure_sees_a_dense_attention():
+    x = jax.ShapeDtypeStruct((1, 4_096, N, H), jnp.float32)
+    dense = jax.jit(jax.nn.dot_product_attention).lower(x, x, x).compile()
+    scores = 4 * N * 4_096**2
+    assert dense.memory_analysis().temp_size_in_bytes >= scores

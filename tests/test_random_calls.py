@@ -1,0 +1,104 @@
+"""Random shapes and arguments, zero and one included, against the oracle."""
+
+import numpy as np
+import pytest
+from calls import QKV, cotangents, make_call, run, run_gradients
+from compare import assert_forward, assert_gradients
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+# No shrinking: each step would compile anew, and the calls are small to begin with.
+SETTINGS = settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=40,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+LENGTH = st.one_of(st.integers(0, 3), st.integers(4, 40), st.integers(60, 150))
+
+
+@st.composite
+def kernel_calls(draw, dtype):
+    """A call of what every kernel serves."""
+    B = draw(st.integers(0, 3))
+    T, S = draw(LENGTH), draw(LENGTH)
+    K, group = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    H = draw(st.one_of(st.integers(1, 9), st.integers(10, 70)))
+    call = make_call(
+        T, S, batch=(B,), N=K * group, K=K, H=H, dtype=dtype, seed=draw(st.integers(0))
+    )
+    call["scale"] = np.asarray(draw(st.floats(-1, 1, width=32)), np.float32)
+    call["is_causal"] = draw(st.booleans())
+
+    def per_batch(low, high):
+        return np.asarray(
+            draw(st.lists(st.integers(low, high), min_size=B, max_size=B)), np.int32
+        )
+
+    if draw(st.booleans()):
+        call["query_offset"] = per_batch(-T - 2, S + 2)
+    if draw(st.booleans()):
+        call["query_seq_lengths"] = per_batch(0, T)
+    if draw(st.booleans()):
+        call["key_value_seq_lengths"] = per_batch(0, S)
+    return call
+
+
+@st.composite
+def reference_calls(draw, dtype):
+    """Any mixture of all arguments."""
+    call = draw(kernel_calls(dtype))
+    (B, T, N, _), S = call["query"].shape, call["key"].shape[1]
+    rng = np.random.default_rng(draw(st.integers(0)))
+    full = (B, N, T, S)
+
+    def broadcastable():
+        ones = draw(st.lists(st.booleans(), min_size=4, max_size=4))
+        return tuple(1 if one else n for one, n in zip(ones, full, strict=True))
+
+    if draw(st.booleans()):
+        call["bias"] = rng.standard_normal(broadcastable()).astype(np.float32)
+    if draw(st.booleans()):
+        call["mask"] = rng.random(broadcastable()) < 0.7
+    if draw(st.booleans()):
+        side = st.one_of(st.none(), st.integers(0, 50))
+        call["local_window_size"] = (draw(side), draw(side))
+    if draw(st.booleans()):
+        call["query_segment_ids"] = rng.integers(0, 3, (B, T)).astype(np.int32)
+        call["key_value_segment_ids"] = rng.integers(0, 3, (B, S)).astype(np.int32)
+    if draw(st.booleans()):
+        call["softcap"] = draw(st.floats(0.5, 20))
+    if draw(st.booleans()):
+        call["sinks"] = rng.standard_normal(N).astype(np.float32)
+    if draw(st.booleans()):
+        call["alibi_slopes"] = rng.random((B, N)).astype(np.float32)
+    return call
+
+
+def check(call, implementation):
+    assert_forward(call, *run(call, implementation))
+    d_out, d_lse = cotangents(call)
+    more = ("scale", "bias", "sinks", "alibi_slopes")
+    names = (*QKV, *(name for name in more if name in call))
+    grads = run_gradients(call, implementation, d_out, d_lse, names)
+    assert_gradients(call, grads, d_out, d_lse)
+
+
+def test_random_calls(implementation, working_dtype):
+    @SETTINGS
+    @given(call=kernel_calls(working_dtype))
+    def run_all(call):
+        check(call, implementation)
+
+    run_all()
+
+
+@pytest.mark.implementations("reference")
+def test_random_calls_with_every_argument(implementation, working_dtype):
+    @SETTINGS
+    @given(call=reference_calls(working_dtype))
+    def run_all(call):
+        check(call, implementation)
+
+    run_all()
