@@ -13,11 +13,13 @@
 #                       to build/site instead of into an environment
 #   CUDA=auto|on|off|pip  auto: build the CUDA kernels if nvcc is found; pip: with the
 #                       CUDA wheels, fetched for the build
+#   EDITABLE=           install a copy instead of a link to these sources
 #   ARGS=...            more arguments for pytest, the demo or the benchmark
 
 PYTHON ?= python3
 VENV ?= .venv
 CUDA ?= auto
+EDITABLE ?= -e
 ARGS ?=
 
 # A GPU in the machine brings the JAX that can use it.
@@ -25,25 +27,29 @@ GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 comma := ,
 EXTRAS := test$(if $(GPU),$(comma)cuda)
 
-SOURCES := CMakeLists.txt pyproject.toml \
-  $(shell find cmake csrc jaxflash -type f -not -name '*.pyc')
+CPP := $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cuh' -o -name '*.cu')
+SOURCES := CMakeLists.txt pyproject.toml $(CPP) \
+  $(shell find cmake csrc -name '*.cmake' -o -name '*.in' -o -name CMakeLists.txt)
 
 export JAXFLASH_CUDA := $(CUDA)
+# The package is always the installed one, never the folder that shares its name.
+export PYTHONSAFEPATH := 1
 
 ifeq ($(VENV),none)
   SITE := build/site
   PY := PYTHONPATH=$(SITE) $(PYTHON)
   TOOLS :=
-  INSTALLED := $(SITE)/.installed-$(CUDA)
+  STATE := $(SITE)
   LINTERS :=
 else
   PY := $(VENV)/bin/python
   TOOLS := $(VENV)/bin/
-  INSTALLED := $(VENV)/.installed-$(CUDA)
+  STATE := $(VENV)
   LINTERS := $(VENV)/.linters
 endif
+INSTALLED := $(STATE)/.installed-$(CUDA)
 
-.PHONY: demo test test-gpu bench lint sanitize install clean
+.PHONY: demo test test-gpu bench lint sanitize install clean .FORCE
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -63,7 +69,7 @@ install: $(INSTALLED)
 lint: $(INSTALLED) $(LINTERS)
 	$(TOOLS)ruff format --check
 	$(TOOLS)ruff check
-	$(TOOLS)clang-format --dry-run -Werror $(filter %.h %.cc %.cuh %.cu,$(SOURCES))
+	$(TOOLS)clang-format --dry-run -Werror $(CPP)
 	$(PY) tools/check_layers.py
 	$(TOOLS)pyright --pythonpath $$($(PY) -c 'import sys; print(sys.executable)')
 
@@ -78,7 +84,7 @@ clean:
 	rm -rf build dist .venv* .pytest_cache .ruff_cache .hypothesis
 
 ifeq ($(VENV),none)
-$(INSTALLED): $(SOURCES)
+$(INSTALLED): $(SOURCES) $(shell find jaxflash -name '*.py')
 	rm -rf $(SITE)
 	$(PYTHON) -m pip install --no-build-isolation --no-deps --no-index --target $(SITE) .
 	touch $@
@@ -86,9 +92,14 @@ else
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(INSTALLED): $(SOURCES) | $(VENV)/bin/python
+# An editable install follows edits of Python files, but not new ones.
+$(VENV)/.modules: .FORCE | $(VENV)/bin/python
+	@find jaxflash -name '*.py' | sort | cmp -s - $@ || \
+	  find jaxflash -name '*.py' | sort > $@
+
+$(INSTALLED): $(SOURCES) $(VENV)/.modules
 	rm -f $(VENV)/.installed-*
-	$(PY) -m pip install '.[$(EXTRAS)]'
+	$(PY) -m pip install $(EDITABLE) '.[$(EXTRAS)]'
 	touch $@
 
 $(LINTERS): pyproject.toml | $(VENV)/bin/python
