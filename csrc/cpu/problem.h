@@ -9,9 +9,10 @@
 #include <cmath>
 #include <cstdint>
 
+#include "cpu/pack.h"
 #include "jaxflash/attention.h"
 
-namespace jaxflash::cpu {
+namespace jaxflash::cpu::JAXFLASH_CPU_TARGET {
 
 // Start of a batch element's part of a tensor.
 template <class T>
@@ -25,6 +26,27 @@ T* batch_pointer(const jaxflash_attention_params& p, const jaxflash_tensor& tens
   return static_cast<T*>(tensor.data) + offset;
 }
 
+// The rows of a [length, heads, columns] tensor that belong to a key/value head, where
+// `group` of the tensor's heads share it.
+template <class Element>
+Rows<Element> rows_of(const jaxflash_attention_params& p, const jaxflash_tensor& tensor,
+                      int64_t batch, int64_t kv_head, int64_t group) {
+  Element* data = batch_pointer<Element>(p, tensor, batch);
+  return {data + kv_head * group * tensor.strides[1], tensor.strides[0],
+          tensor.strides[1], tensor.strides[2], group};
+}
+
+// The same for a [heads, length] tensor of one value per row.
+template <class Value>
+Rows<Value> row_values(const jaxflash_attention_params& p,
+                       const jaxflash_tensor& tensor, int64_t batch, int64_t kv_head) {
+  const int64_t group = p.num_heads / p.num_kv_heads;
+  if (tensor.data == nullptr) return {nullptr, 0, 0, 0, group};
+  Value* data = batch_pointer<Value>(p, tensor, batch);
+  return {data + kv_head * group * tensor.strides[0], tensor.strides[1],
+          tensor.strides[0], 0, group};
+}
+
 // A scalar input, or its default where it is absent.
 template <class T>
 T scalar_or(const jaxflash_attention_params& p, const jaxflash_tensor& tensor,
@@ -35,6 +57,29 @@ T scalar_or(const jaxflash_attention_params& p, const jaxflash_tensor& tensor,
 inline float scale_of(const jaxflash_attention_params& p, int64_t batch) {
   const double absent = 1.0 / std::sqrt(static_cast<double>(p.head_dim));
   return scalar_or<float>(p, p.scale, batch, static_cast<float>(absent));
+}
+
+inline int64_t group_size(const jaxflash_attention_params& p) {
+  return p.num_heads / p.num_kv_heads;
+}
+
+inline int64_t batch_size(const jaxflash_attention_params& p) {
+  int64_t size = 1;
+  for (int axis = 0; axis < p.batch_rank; ++axis) size *= p.batch_shape[axis];
+  return size;
+}
+
+// Calls body(i) for every i in [0, count), on the threads of the executor if any.
+template <class Body>
+void parallel_for(const jaxflash_executor* executor, int64_t count, const Body& body) {
+  if (executor == nullptr || count < 2) {
+    for (int64_t i = 0; i < count; ++i) body(i);
+    return;
+  }
+  auto task = [](void* argument, int64_t i) {
+    (*static_cast<const Body*>(argument))(i);
+  };
+  executor->parallel_for(executor->context, count, task, const_cast<Body*>(&body));
 }
 
 // Row i < q_rows sees the keys [0, key_limit(i)); later rows see none.
@@ -69,6 +114,6 @@ struct Visibility {
   }
 };
 
-}  // namespace jaxflash::cpu
+}  // namespace jaxflash::cpu::JAXFLASH_CPU_TARGET
 
 #endif  // JAXFLASH_CSRC_CPU_PROBLEM_H_
