@@ -69,18 +69,22 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const Element* source,
                                           int64_t row_stride, int rows_left, int cols,
                                           bool vector_access) {
   constexpr int kChunks = kCols / 8;
-  constexpr int kSteps = (kRows * kChunks + kThreads - 1) / kThreads;
   if (vector_access) {
+    // Every step covers whole rows, so that a thread stays in one column of chunks.
+    constexpr int kRowsPerStep = kThreads / kChunks;
+    constexpr int kSteps = (kRows + kRowsPerStep - 1) / kRowsPerStep;
+    const uint32_t first_row = threadIdx.x / kChunks;
+    const uint32_t chunk = threadIdx.x % kChunks;
+    if (kThreads % kChunks != 0 && first_row >= kRowsPerStep) return;
+    const int rows_for_thread = static_cast<int>(chunk * 8) < cols ? rows_left : 0;
+    const Element* pointer = source + first_row * row_stride + chunk * 8;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const uint32_t index = threadIdx.x + step * kThreads;
-      const uint32_t row = index / kChunks;
-      const uint32_t chunk = index % kChunks;
-      if (kRows * kChunks % kThreads != 0 && row >= kRows) break;
-      const bool inside = static_cast<int>(row) < rows_left &&
-                          static_cast<int>(chunk * 8) < cols;
-      cp_async_cg_16(tile + chunk_offset<kCols>(row, chunk),
-                     source + row * row_stride + chunk * 8, inside ? 16 : 0);
+      const uint32_t row = first_row + step * kRowsPerStep;
+      if (kRows % kRowsPerStep != 0 && row >= kRows) break;
+      cp_async_cg_16(tile + chunk_offset<kCols>(row, chunk), pointer,
+                     static_cast<int>(row) < rows_for_thread ? 16 : 0);
+      pointer += kRowsPerStep * row_stride;
     }
     return;
   }

@@ -13,14 +13,15 @@
 // heads are summed there in float32. dQ, to which all blocks of a head add, goes to a
 // float32 accumulator (backward_rows.cuh converts it).
 //
-// Scores are computed transposed, S^T = K Q^T with 16 keys per warp. The accumulators
-// of P^T and dS^T then are the A operands of dV and dK as they stand; only dS takes the
-// way through shared memory, since dQ sums over the keys of all warps. With
-// head_split = 2 a pair of warps shares 16 keys: each computes half of the scores, and
-// owns half of the columns of dK and dV, so P takes that way too.
+// Scores are computed transposed, S^T = K Q^T, so that the accumulators of P^T and dS^T
+// are the A operands of dV and dK as they stand. A warp computes [16 row_tiles keys,
+// block_q / split rows] of them but needs all rows of Q for its columns of dK and dV:
+// it starts with the part it holds, and takes the parts of its neighbours from shared
+// memory after the barrier, like the dS of all warps for dQ.
 //
-//   copy   | K V Q0 dO0 | Q1 dO1         | Q2 dO2         |
-//   tensor |            | S dP dV dK dQ  | S dP dV dK dQ  |
+//   copy   | K V Q0 dO0 | Q1 dO1               | Q2 dO2
+//   tensor |            | S dP dV dK | dV dK dQ | S dP ...
+//   barrier             ^            ^ P, dS    ^
 #pragma once
 
 #include <cstdint>
@@ -34,82 +35,99 @@
 
 namespace jaxflash::sm80 {
 
-template <int kTiles>
-using Fragments = float[kTiles][4];  // kTiles m16n8 accumulators side by side
+// [16 kRows, 8 kCols] accumulators of a warp, in m16n8 fragments.
+template <int kRows, int kCols>
+using Fragments = float[kRows][kCols][4];
 
-template <int kTiles>
-__device__ __forceinline__ void set_zero(Fragments<kTiles>& x) {
+template <int kRows, int kCols>
+__device__ __forceinline__ void set_zero(Fragments<kRows, kCols>& x) {
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
+  for (int m = 0; m < kRows; ++m) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[n][i] = 0.f;
+    for (int n = 0; n < kCols; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[m][n][i] = 0.f;
+    }
   }
 }
 
-// A operand number j of a product over the columns of an accumulator.
-template <class Element, int kTiles>
-__device__ __forceinline__ void as_operand_a(uint32_t (&a)[4],
-                                             const Fragments<kTiles>& x, int j) {
+// A operands for k16 step j of a product over the columns of an accumulator.
+template <class Element, int kRows, int kCols>
+__device__ __forceinline__ void as_operand_a(uint32_t (&a)[kRows][4],
+                                             const Fragments<kRows, kCols>& x, int j) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float* pair = &x[2 * j + i / 2][2 * (i % 2)];
-    a[i] = pack<Element>(pair[0], pair[1]);
+  for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = &x[m][2 * j + i / 2][2 * (i % 2)];
+      a[m][i] = pack<Element>(pair[0], pair[1]);
+    }
   }
 }
 
-// c[16 keys, 8 kTiles rows] = A B^T: A [keys, H] and B [rows, H] in shared memory.
-template <class Element, int kHeadDim, int kTiles>
-__device__ __forceinline__ void product_over_head(Fragments<kTiles>& c,
+// c = A B^T over the head dim: A [keys, H] and B [rows of Q, H] in shared memory.
+template <class Element, int kHeadDim, int kRows, int kCols>
+__device__ __forceinline__ void product_over_head(Fragments<kRows, kCols>& c,
                                                   const LaneAddress<kHeadDim>& a_lane,
                                                   const LaneAddress<kHeadDim>& b_lane) {
   set_zero(c);
 #pragma unroll
   for (int h = 0; h < kHeadDim / 16; ++h) {
-    uint32_t a[4];
-    ldmatrix_x4(a, a_lane.at(0, 2 * h));
+    uint32_t a[kRows][4];
 #pragma unroll
-    for (int n = 0; n < kTiles / 2; ++n) {
+    for (int m = 0; m < kRows; ++m) ldmatrix_x4(a[m], a_lane.at(16 * m, 2 * h));
+#pragma unroll
+    for (int n = 0; n < kCols / 2; ++n) {
       uint32_t b[4];
       ldmatrix_x4(b, b_lane.at(16 * n, 2 * h));
-      mma_m16n8k16(c[2 * n], a, b[0], b[1], Element());
-      mma_m16n8k16(c[2 * n + 1], a, b[2], b[3], Element());
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) {
+        mma_m16n8k16(c[m][2 * n], a[m], b[0], b[1], Element());
+        mma_m16n8k16(c[m][2 * n + 1], a[m], b[2], b[3], Element());
+      }
     }
   }
 }
 
-// c[16, 8 kTiles] += A B for one k16 step: B [k, H] in shared memory, from column
-// 8 * first_chunk and row 16 * j on.
-template <class Element, int kHeadDim, int kTiles>
-__device__ __forceinline__ void add_product(Fragments<kTiles>& c,
-                                            const uint32_t (&a)[4],
-                                            const LaneAddress<kHeadDim>& b_lane, int j,
-                                            int first_chunk) {
+// c += A B for one k16 step: B [k, H] in shared memory, from row `row` and chunk
+// `chunk` on.
+template <class Element, int kHeadDim, int kRows, int kCols>
+__device__ __forceinline__ void add_product(Fragments<kRows, kCols>& c,
+                                            const uint32_t (&a)[kRows][4],
+                                            const LaneAddress<kHeadDim>& b_lane,
+                                            int row, int chunk) {
 #pragma unroll
-  for (int n = 0; n < kTiles / 2; ++n) {
+  for (int n = 0; n < kCols / 2; ++n) {
     uint32_t b[4];
-    ldmatrix_x4_trans(b, b_lane.at(16 * j, first_chunk + 2 * n));
-    mma_m16n8k16(c[2 * n], a, b[0], b[1], Element());
-    mma_m16n8k16(c[2 * n + 1], a, b[2], b[3], Element());
+    ldmatrix_x4_trans(b, b_lane.at(row, chunk + 2 * n));
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+      mma_m16n8k16(c[m][2 * n], a[m], b[0], b[1], Element());
+      mma_m16n8k16(c[m][2 * n + 1], a[m], b[2], b[3], Element());
+    }
   }
 }
 
 // Zeroes the (key, row) that are hidden. first_key and first_row are those of this
 // lane's first element.
-template <int kTiles>
-__device__ __forceinline__ void zero_hidden(Fragments<kTiles>& x,
+template <int kRows, int kCols>
+__device__ __forceinline__ void zero_hidden(Fragments<kRows, kCols>& x,
                                             const Visible& visible, int first_key,
                                             int first_row) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int key = first_key + 8 * half;
-    const int hidden_rows = key >= visible.kv_rows
-                                ? INT_MAX
-                                : visible.first_row(key) - first_row;
+  for (int m = 0; m < kRows; ++m) {
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
+    for (int half = 0; half < 2; ++half) {
+      const int key = first_key + 16 * m + 8 * half;
+      const int hidden_rows = key >= visible.kv_rows
+                                  ? INT_MAX
+                                  : visible.first_row(key) - first_row;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (8 * n + i < hidden_rows) x[n][2 * half + i] = 0.f;
+      for (int n = 0; n < kCols; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (8 * n + i < hidden_rows) x[m][n][2 * half + i] = 0.f;
+        }
       }
     }
   }
@@ -117,38 +135,60 @@ __device__ __forceinline__ void zero_hidden(Fragments<kTiles>& x,
 
 // Writes an accumulator, rounded, to a tile: from its row `row` (a multiple of 16) and
 // chunk `chunk` on.
-template <class Element, int kCols, int kTiles>
+template <class Element, int kTileCols, int kRows, int kCols>
 __device__ __forceinline__ void store_fragments(uint32_t tile,
-                                                const Fragments<kTiles>& x, int row,
-                                                int chunk, int lane) {
+                                                const Fragments<kRows, kCols>& x,
+                                                int row, int chunk, int lane) {
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
+  for (int m = 0; m < kRows; ++m) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      st_shared_b32(tile + chunk_offset<kCols>(row + 8 * half + lane / 4, chunk + n) +
-                        lane % 4 * 4,
-                    pack<Element>(x[n][2 * half], x[n][2 * half + 1]));
+    for (int n = 0; n < kCols; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        st_shared_b32(
+            tile + chunk_offset<kTileCols>(row + 16 * m + 8 * half + lane / 4,
+                                           chunk + n) + lane % 4 * 4,
+            pack<Element>(x[m][n][2 * half], x[m][n][2 * half + 1]));
+      }
     }
   }
 }
 
 // Writes an accumulator to a float32 matrix, element by element: only for gradients of
 // operands that are shared over a batch axis.
-template <int kTiles>
+template <int kRows, int kCols>
 __device__ __forceinline__ void store_float32(float* matrix, int64_t row_stride,
-                                              const Fragments<kTiles>& x, int first_row,
-                                              int num_rows, int first_col,
-                                              int num_cols) {
+                                              const Fragments<kRows, kCols>& x,
+                                              int first_row, int num_rows,
+                                              int first_col, int num_cols) {
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
+  for (int m = 0; m < kRows; ++m) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = first_row + i / 2 * 8;
-      const int col = first_col + 8 * n + i % 2;
-      if (row < num_rows && col < num_cols) matrix[row * row_stride + col] = x[n][i];
+    for (int n = 0; n < kCols; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = first_row + 16 * m + i / 2 * 8;
+        const int col = first_col + 8 * n + i % 2;
+        if (row < num_rows && col < num_cols) {
+          matrix[row * row_stride + col] = x[m][n][i];
+        }
+      }
     }
   }
 }
+
+// The walk over the query heads of a group and the Q tiles of each.
+struct QueryTile {
+  int head;
+  int tile;
+
+  __device__ __forceinline__ void advance(int first_tile, int end_tile) {
+    if (++tile == end_tile) {
+      tile = first_tile;
+      ++head;
+    }
+  }
+};
 
 template <class Element, int kConfigIndex>
 __global__ void __launch_bounds__(kBackwardConfigs[kConfigIndex].num_threads())
@@ -158,20 +198,21 @@ __global__ void __launch_bounds__(kBackwardConfigs[kConfigIndex].num_threads())
   constexpr int kBlockQ = kConfig.block_q;
   constexpr int kBlockKV = kConfig.block_kv;
   constexpr int kThreads = kConfig.num_threads();
-  constexpr int kSplit = kConfig.head_split;
+  constexpr int kSplit = kConfig.split;
   constexpr int kStages = kConfig.num_stages;
-  constexpr int kScoreTiles = kBlockQ / kSplit / 8;   // a warp's S^T: [16, 8 of these]
-  constexpr int kHeadTiles = kHeadDim / kSplit / 8;   // a warp's dK and dV
-  constexpr int kQWarps = kBlockQ / 16;               // dQ: warps along the rows
-  constexpr int kQTiles = kHeadDim * kQWarps / kConfig.num_warps() / 8;
+  constexpr int kRows = kConfig.row_tiles;            // a warp's 16-key tiles
+  constexpr int kScoreCols = kBlockQ / kSplit / 8;    // and chunks of S^T and dP^T
+  constexpr int kHeadCols = kHeadDim / kSplit / 8;    // of dK and dV
+  constexpr int kDqRows = kConfig.dq_row_tiles();     // of dQ
+  constexpr int kDqRowWarps = kConfig.dq_row_warps();
+  constexpr int kDqCols = kHeadDim * kDqRowWarps / kConfig.num_warps() / 8;
 
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const uint32_t k_smem = cvta_generic_to_shared(shared_memory);  // [kBlockKV, kHeadDim]
   const uint32_t v_smem = k_smem + kConfig.kv_tile_bytes();       // [kBlockKV, kHeadDim]
-  const uint32_t ds_smem = v_smem + kConfig.kv_tile_bytes();      // dS^T [kBlockKV, kBlockQ]
-  const uint32_t p_smem = ds_smem + kConfig.score_tile_bytes();   // P^T, if kSplit > 1
-  const uint32_t stages =
-      kSplit > 1 ? p_smem + kConfig.score_tile_bytes() : p_smem;
+  const uint32_t ds_smem = v_smem + kConfig.kv_tile_bytes();  // dS^T [kBlockKV, kBlockQ]
+  const uint32_t p_smem = ds_smem + kConfig.score_tile_bytes();  // P^T, if kSplit > 1
+  const uint32_t stages = ds_smem + kConfig.score_tile_bytes() * (kSplit > 1 ? 2 : 1);
   const auto q_smem = [&](int stage) { return stages + stage * kConfig.stage_bytes(); };
   const auto do_smem = [&](int stage) {
     return q_smem(stage) + kConfig.q_tile_bytes();
@@ -187,195 +228,219 @@ __global__ void __launch_bounds__(kBackwardConfigs[kConfigIndex].num_threads())
   const int group_size = static_cast<int>(forward.num_heads) / num_kv_heads;
   // Blocks of one head run together and share its Q and dO in L2; the early ones,
   // which the most rows of a causal call see, start first.
-  const int kv_tile = blockIdx.x % arguments.num_kv_tiles;
+  const int first_key = static_cast<int>(blockIdx.x % arguments.num_kv_tiles) * kBlockKV;
   const uint32_t batch_head = blockIdx.x / arguments.num_kv_tiles;
-  const int kv_head = batch_head % num_kv_heads;
+  const int kv_head = static_cast<int>(batch_head % num_kv_heads);
   const uint32_t batch_element = batch_head / num_kv_heads;
   const BatchIndex batch = unravel_batch(forward, batch_element);
 
   const Visible visible(forward, batch);
   const int head_dim = static_cast<int>(forward.head_dim);
-  const int first_key = kv_tile * kBlockKV;
-  const int first_q_tile = visible.first_row(first_key) / kBlockQ;
-  const int end_q_tile =
+  const int first_tile = visible.first_row(first_key) / kBlockQ;
+  const int end_tile =
       first_key < visible.kv_rows ? (visible.q_rows + kBlockQ - 1) / kBlockQ : 0;
-  const int tiles_per_head = max(0, end_q_tile - first_q_tile);
-  const int num_steps = tiles_per_head * group_size;
+  const int num_steps = max(0, end_tile - first_tile) * group_size;
 
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int warp_key = warp / kSplit * 16;          // first of this warp's 16 keys
-  const int warp_half = warp % kSplit;              // which columns it owns
+  const int warp_key = warp / kSplit * 16 * kRows;
+  const int part = warp % kSplit;
+  const int part_row = part * kScoreCols * 8;  // first row of Q of this warp's scores
+  const int part_chunk = part * kHeadCols;     // first chunk of its dK and dV
+  const int dq_row = warp % kDqRowWarps * 16 * kDqRows;
+  const int dq_chunk = warp / kDqRowWarps * kDqCols;
   const int lane_key = first_key + warp_key + lane / 4;
   const int lane_col = 2 * (lane % 4);
-  const int dq_row = warp % kQWarps * 16;
-  const int dq_chunk = warp / kQWarps * kQTiles;
 
   const auto k_rows = operand_a<kHeadDim>(k_smem + warp_key * kHeadDim * 2, lane);
   const auto v_rows = operand_a<kHeadDim>(v_smem + warp_key * kHeadDim * 2, lane);
   const auto k_all = operand_a<kHeadDim>(k_smem, lane);
-  const auto ds_columns = operand_b<kBlockQ>(ds_smem, lane);
+  const auto ds_all = operand_b<kBlockQ>(ds_smem, lane);
   const auto ds_rows = operand_a<kBlockQ>(ds_smem + warp_key * kBlockQ * 2, lane);
   const auto p_rows = operand_a<kBlockQ>(p_smem + warp_key * kBlockQ * 2, lane);
 
   const float scale = softmax_scale(forward, batch);
   const float scale_log2 = scale * kLog2E;
 
-  const auto load_rows = [&](int step) {
-    const int stage = step % kStages;
-    const int head = kv_head * group_size + step / tiles_per_head;
-    const int row = (first_q_tile + step % tiles_per_head) * kBlockQ;
-    const Element* q = batch_pointer<const Element>(forward.q, batch) +
-                       head * forward.q.strides[1] + row * forward.q.strides[0];
-    const Element* d_out = batch_pointer<const Element>(p.d_out, batch) +
-                           head * p.d_out.strides[1] + row * p.d_out.strides[0];
-    load_tile<kBlockQ, kHeadDim, kThreads>(q_smem(stage), q, forward.q.strides[0],
-                                           visible.q_rows - row, head_dim,
-                                           vector_access);
-    load_tile<kBlockQ, kHeadDim, kThreads>(do_smem(stage), d_out, p.d_out.strides[0],
-                                           visible.q_rows - row, head_dim,
-                                           vector_access);
-    const int64_t offset =
-        (static_cast<int64_t>(batch_element) * forward.num_heads + head) *
-            arguments.num_rows_padded + row;
+  const auto padded_row = [&](const QueryTile& at) {
+    const int64_t head = static_cast<int64_t>(batch_element) * forward.num_heads +
+                         kv_head * group_size + at.head;
+    return head * arguments.num_rows_padded + at.tile * kBlockQ;
+  };
+  const Element* q = batch_pointer<const Element>(forward.q, batch) +
+                     kv_head * group_size * forward.q.strides[1];
+  const Element* d_out = batch_pointer<const Element>(p.d_out, batch) +
+                         kv_head * group_size * p.d_out.strides[1];
+  const auto load_stage = [&](const QueryTile& at, int stage) {
+    const int row = at.tile * kBlockQ;
+    const auto load = [&](uint32_t tile, const Element* heads,
+                          const int64_t(&strides)[3]) {
+      load_tile<kBlockQ, kHeadDim, kThreads>(
+          tile, heads + at.head * strides[1] + row * strides[0], strides[0],
+          visible.q_rows - row, head_dim, vector_access);
+    };
+    load(q_smem(stage), q, forward.q.strides);
+    load(do_smem(stage), d_out, p.d_out.strides);
     if (threadIdx.x < 2 * kBlockQ / 4) {
-      const int chunk = threadIdx.x % (kBlockQ / 4) * 4;
       const float* source =
           threadIdx.x < kBlockQ / 4 ? arguments.lse_log2 : arguments.delta;
-      cp_async_cg_16(lse_smem(stage) + threadIdx.x * 16, source + offset + chunk, 16);
+      cp_async_cg_16(lse_smem(stage) + threadIdx.x * 16,
+                     source + padded_row(at) + threadIdx.x % (kBlockQ / 4) * 4, 16);
     }
     cp_async_commit_group();
   };
 
-  Fragments<kHeadTiles> dk;
-  Fragments<kHeadTiles> dv;
+  Fragments<kRows, kHeadCols> dk;
+  Fragments<kRows, kHeadCols> dv;
   set_zero(dk);
   set_zero(dv);
 
+  QueryTile current = {0, first_tile};
+  QueryTile next = current;
   if (num_steps > 0) {
-    const auto load_kv = [&](uint32_t tile, const jaxflash_tensor& matrix) {
+    const auto load = [&](uint32_t tile, const jaxflash_tensor& matrix) {
       load_tile<kBlockKV, kHeadDim, kThreads>(
           tile,
           batch_pointer<const Element>(matrix, batch) + kv_head * matrix.strides[1] +
               first_key * matrix.strides[0],
           matrix.strides[0], visible.kv_rows - first_key, head_dim, vector_access);
     };
-    load_kv(k_smem, forward.k);
-    load_kv(v_smem, forward.v);
-    load_rows(0);
+    load(k_smem, forward.k);
+    load(v_smem, forward.v);
+    load_stage(current, 0);
   }
 
 #pragma unroll 1
   for (int step = 0; step < num_steps; ++step) {
     const int stage = step % kStages;
-    const int first_row = (first_q_tile + step % tiles_per_head) * kBlockQ;
+    const int first_row = current.tile * kBlockQ;
+    next.advance(first_tile, end_tile);
     cp_async_wait_group<0>();
-    __syncthreads();  // Q and dO visible; all are done with the last stage and its dS
-    if (kStages > 1 && step + 1 < num_steps) load_rows(step + 1);
+    __syncthreads();  // Q and dO visible; all are done with the last stage, P and dS
+    if (kStages > 1 && step + 1 < num_steps) load_stage(next, (step + 1) % kStages);
 
-    const int q_col = warp_half * kScoreTiles * 8;  // first of this warp's S^T columns
-    Fragments<kScoreTiles> scores;
-    Fragments<kScoreTiles> ds;
+    Fragments<kRows, kScoreCols> scores;
+    Fragments<kRows, kScoreCols> ds;
     product_over_head<Element, kHeadDim>(
         scores, k_rows,
-        operand_b<kHeadDim>(q_smem(stage) + q_col * kHeadDim * 2, lane));
+        operand_b<kHeadDim>(q_smem(stage) + part_row * kHeadDim * 2, lane));
     product_over_head<Element, kHeadDim>(
-        ds, v_rows, operand_b<kHeadDim>(do_smem(stage) + q_col * kHeadDim * 2, lane));
+        ds, v_rows, operand_b<kHeadDim>(do_smem(stage) + part_row * kHeadDim * 2, lane));
 
     const float* lse = reinterpret_cast<const float*>(
-        shared_memory + (lse_smem(stage) - k_smem) + (q_col + lane_col) * 4);
+        shared_memory + (lse_smem(stage) - k_smem) + (part_row + lane_col) * 4);
 #pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
+    for (int n = 0; n < kScoreCols; ++n) {
       const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * n);
       const float2 row_delta = *reinterpret_cast<const float2*>(lse + kBlockQ + 8 * n);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& prob = scores[n][i];
-        prob = ex2_approx_ftz(prob * scale_log2 - (i % 2 ? row_lse.y : row_lse.x));
-        ds[n][i] = prob * (ds[n][i] - (i % 2 ? row_delta.y : row_delta.x));
+      for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& prob = scores[m][n][i];
+          prob = ex2_approx_ftz(prob * scale_log2 - (i % 2 ? row_lse.y : row_lse.x));
+          ds[m][n][i] = prob * (ds[m][n][i] - (i % 2 ? row_delta.y : row_delta.x));
+        }
       }
     }
     const bool masked = first_key + kBlockKV > visible.kv_rows ||
                         visible.first_row(first_key + kBlockKV - 1) > first_row;
     if (masked) {
-      zero_hidden(scores, visible, lane_key, first_row + q_col + lane_col);
-      zero_hidden(ds, visible, lane_key, first_row + q_col + lane_col);
+      zero_hidden(scores, visible, lane_key, first_row + part_row + lane_col);
+      zero_hidden(ds, visible, lane_key, first_row + part_row + lane_col);
     }
-    store_fragments<Element, kBlockQ>(ds_smem, ds, warp_key, q_col / 8, lane);
+    store_fragments<Element, kBlockQ>(ds_smem, ds, warp_key, part_row / 8, lane);
+    if constexpr (kSplit > 1) {
+      store_fragments<Element, kBlockQ>(p_smem, scores, warp_key, part_row / 8, lane);
+    }
 
     const auto q_all = operand_a<kHeadDim>(q_smem(stage), lane);
     const auto do_all = operand_a<kHeadDim>(do_smem(stage), lane);
-    const int head_chunk = warp_half * kHeadTiles;
-    uint32_t a[4];
-    if constexpr (kSplit == 1) {
+    uint32_t a[kRows][4];
 #pragma unroll
-      for (int j = 0; j < kBlockQ / 16; ++j) {
-        as_operand_a<Element>(a, scores, j);
-        add_product<Element>(dv, a, do_all, j, head_chunk);
-      }
+    for (int j = 0; j < kScoreCols / 2; ++j) {
+      as_operand_a<Element>(a, scores, j);
+      add_product<Element>(dv, a, do_all, part_row + 16 * j, part_chunk);
+    }
 #pragma unroll
-      for (int j = 0; j < kBlockQ / 16; ++j) {
-        as_operand_a<Element>(a, ds, j);
-        add_product<Element>(dk, a, q_all, j, head_chunk);
-      }
-      __syncthreads();  // dS visible to all
-    } else {
-      store_fragments<Element, kBlockQ>(p_smem, scores, warp_key, q_col / 8, lane);
-      __syncthreads();  // P and dS visible to all
+    for (int j = 0; j < kScoreCols / 2; ++j) {
+      as_operand_a<Element>(a, ds, j);
+      add_product<Element>(dk, a, q_all, part_row + 16 * j, part_chunk);
+    }
+    __syncthreads();  // P and dS visible to all
 #pragma unroll
-      for (int j = 0; j < kBlockQ / 16; ++j) {
-        ldmatrix_x4(a, p_rows.at(0, 2 * j));
-        add_product<Element>(dv, a, do_all, j, head_chunk);
-        ldmatrix_x4(a, ds_rows.at(0, 2 * j));
-        add_product<Element>(dk, a, q_all, j, head_chunk);
+    for (int other = 1; other < kSplit; ++other) {
+      const int row = (part + other) % kSplit * kScoreCols * 8;
+#pragma unroll
+      for (int j = 0; j < kScoreCols / 2; ++j) {
+#pragma unroll
+        for (int m = 0; m < kRows; ++m) {
+          ldmatrix_x4(a[m], p_rows.at(16 * m, row / 8 + 2 * j));
+        }
+        add_product<Element>(dv, a, do_all, row + 16 * j, part_chunk);
+#pragma unroll
+        for (int m = 0; m < kRows; ++m) {
+          ldmatrix_x4(a[m], ds_rows.at(16 * m, row / 8 + 2 * j));
+        }
+        add_product<Element>(dk, a, q_all, row + 16 * j, part_chunk);
       }
     }
     if (kStages == 1 && step + 1 < num_steps) {
       __syncthreads();  // all are done with Q and dO
-      load_rows(step + 1);
+      load_stage(next, 0);
     }
 
     if (p.dq.data != nullptr || p.dscale.data != nullptr) {
-      Fragments<kQTiles> dq;
+      Fragments<kDqRows, kDqCols> dq;
       set_zero(dq);
 #pragma unroll
       for (int j = 0; j < kBlockKV / 16; ++j) {
-        ldmatrix_x4_trans(a, ds_columns.at(16 * j, dq_row / 8));
-        add_product<Element>(dq, a, k_all, j, dq_chunk);
-      }
-      const int head = kv_head * group_size + step / tiles_per_head;
-      float* accumulator =
-          arguments.dq_accumulator +
-          ((static_cast<int64_t>(batch_element) * forward.num_heads + head) *
-               arguments.num_rows_padded + first_row + dq_row + lane / 4) * kHeadDim +
-          dq_chunk * 8 + lane_col;
+        uint32_t ds_a[kDqRows][4];
 #pragma unroll
-      for (int n = 0; n < kQTiles; ++n) {
-        red_add_v2(accumulator + 8 * n, dq[n][0], dq[n][1]);
-        red_add_v2(accumulator + 8 * n + 8 * kHeadDim, dq[n][2], dq[n][3]);
+        for (int m = 0; m < kDqRows; ++m) {
+          ldmatrix_x4_trans(ds_a[m], ds_all.at(16 * j, (dq_row + 16 * m) / 8));
+        }
+        add_product<Element>(dq, ds_a, k_all, 16 * j, dq_chunk);
+      }
+      float* accumulator = arguments.dq_accumulator +
+                           (padded_row(current) + dq_row + lane / 4) * kHeadDim +
+                           dq_chunk * 8 + lane_col;
+#pragma unroll
+      for (int m = 0; m < kDqRows; ++m) {
+#pragma unroll
+        for (int n = 0; n < kDqCols; ++n) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            red_add_v2(accumulator + (16 * m + 8 * half) * kHeadDim + 8 * n,
+                       dq[m][n][2 * half], dq[m][n][2 * half + 1]);
+          }
+        }
       }
     }
+    current = next;
   }
 
 #pragma unroll
-  for (int n = 0; n < kHeadTiles; ++n) {
+  for (int m = 0; m < kRows; ++m) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) dk[n][i] *= scale;
+    for (int n = 0; n < kHeadCols; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dk[m][n][i] *= scale;
+    }
   }
   __syncthreads();  // all are done with K and V, whose tiles now stage dK and dV
   const int keys_left = static_cast<int>(forward.kv_len) - first_key;
-  const auto store = [&](const jaxflash_tensor& matrix, const Fragments<kHeadTiles>& x,
-                         uint32_t tile) {
+  const auto store = [&](const jaxflash_tensor& matrix,
+                         const Fragments<kRows, kHeadCols>& x, uint32_t tile) {
     if (matrix.data == nullptr) return;
     const int64_t offset = kv_head * matrix.strides[1] + first_key * matrix.strides[0];
-    const int head_chunk = warp_half * kHeadTiles;
     if (matrix.dtype == JAXFLASH_FLOAT32) {
       store_float32(batch_pointer<float>(matrix, batch) + offset, matrix.strides[0], x,
-                    warp_key + lane / 4, keys_left, head_chunk * 8 + lane_col,
+                    warp_key + lane / 4, keys_left, part_chunk * 8 + lane_col,
                     head_dim);
       return;
     }
-    store_fragments<Element, kHeadDim>(tile, x, warp_key, head_chunk, lane);
+    store_fragments<Element, kHeadDim>(tile, x, warp_key, part_chunk, lane);
     __syncthreads();  // the whole tile is staged
     store_tile<kBlockKV, kHeadDim, kThreads>(
         batch_pointer<Element>(matrix, batch) + offset, matrix.strides[0], keys_left,

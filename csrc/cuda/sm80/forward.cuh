@@ -105,41 +105,53 @@ struct ForwardRows {
     }
   }
 
-  // S -> P in place, with the running maximum, sum and output brought up to date.
+  // S -> P in place, with the running maximum, sum and output brought up to date. The
+  // maximum only has to keep exp in range, so a row keeps its old one until a new one
+  // is 2^8 times as large: P stays below 256, and most tiles rescale nothing.
   __device__ __forceinline__ void softmax(float scale_log2) {
+    constexpr float kThresholdLog2 = 8.f;
+    float shift[kRowsPerLane];
+    float rescale[kRowsPerLane];
+    bool any_rescale = false;
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
+    for (int r = 0; r < kRowsPerLane; ++r) {
+      float maximum = s[r / 2][0][2 * (r % 2)];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = 2 * m + half;
-        float maximum = row_max[r];
+      for (int n = 0; n < kBlockKV / 8; ++n) {
+        maximum = fmaxf(maximum, fmaxf(s[r / 2][n][2 * (r % 2)],
+                                       s[r / 2][n][2 * (r % 2) + 1]));
+      }
+      maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
+      maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
+      const float old = row_max[r];
+      const bool raise = (maximum - old) * scale_log2 > kThresholdLog2;
+      any_rescale |= raise;
+      row_max[r] = raise ? maximum : old;
+      // A row that has seen no key yet must not compute inf - inf. The rounded shift is
+      // what lse must add back, hence no fused multiply-add.
+      shift[r] = row_max[r] == -INFINITY ? 0.f : __fmul_rn(row_max[r], scale_log2);
+      rescale[r] = raise ? ex2_approx_ftz(old * scale_log2 - shift[r]) : 1.f;
+    }
+    if (__any_sync(~0u, any_rescale)) {
 #pragma unroll
-        for (int n = 0; n < kBlockKV / 8; ++n) {
-          maximum = fmaxf(maximum, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-        }
-        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
-        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
-        // A row that has seen no key yet must not compute inf - inf.
-        // The rounded shift is what lse must add back, hence no fused multiply-add.
-        const float shift =
-            maximum == -INFINITY ? 0.f : __fmul_rn(maximum, scale_log2);
-        const float rescale = ex2_approx_ftz(row_max[r] * scale_log2 - shift);
-        row_max[r] = maximum;
-        float sum = 0.f;
-#pragma unroll
-        for (int n = 0; n < kBlockKV / 8; ++n) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& x = s[m][n][2 * half + i];
-            x = ex2_approx_ftz(x * scale_log2 - shift);
-            sum += x;
-          }
-        }
-        row_sum[r] = row_sum[r] * rescale + sum;
+      for (int r = 0; r < kRowsPerLane; ++r) {
+        row_sum[r] *= rescale[r];
 #pragma unroll
         for (int n = 0; n < kHeadDim / 8; ++n) {
-          o[m][n][2 * half] *= rescale;
-          o[m][n][2 * half + 1] *= rescale;
+          o[r / 2][n][2 * (r % 2)] *= rescale[r];
+          o[r / 2][n][2 * (r % 2) + 1] *= rescale[r];
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRowsPerLane; ++r) {
+#pragma unroll
+      for (int n = 0; n < kBlockKV / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& x = s[r / 2][n][2 * (r % 2) + i];
+          x = ex2_approx_ftz(x * scale_log2 - shift[r]);
+          row_sum[r] += x;
         }
       }
     }

@@ -38,35 +38,48 @@ constexpr int forward_config_index(int head_dim) {
   return -1;
 }
 
-// Backward: a block owns block_kv keys, each warp 16 of them; with head_split > 1 the
-// warps of one row of fragments share the columns of dK and dV, since 2 * 16 * H
-// accumulators do not fit the registers of one warp beyond H = 128.
+// Backward: a block owns block_kv keys. Its warps form a grid: along the keys each owns
+// 16 * row_tiles of them; the `split` warps of one such row share its work by columns,
+// of the scores and of dK and dV.
 struct BackwardConfig {
   int head_dim;
   int block_q;
   int block_kv;
-  int head_split;
+  int row_tiles;
+  int split;
   int num_stages;  // of Q and dO
 
-  constexpr int num_warps() const { return block_kv / 16 * head_split; }
+  constexpr int num_warps() const { return block_kv / (16 * row_tiles) * split; }
   constexpr int num_threads() const { return num_warps() * 32; }
+  // dQ: warps along the rows of Q, with two 16-row tiles each where the columns that
+  // this leaves to a warp are whole pairs of chunks.
+  constexpr int dq_row_tiles() const {
+    const int row_warps = block_q / 32;
+    return num_warps() % row_warps == 0 &&
+                   head_dim * row_warps % (16 * num_warps()) == 0
+               ? 2
+               : 1;
+  }
+  constexpr int dq_row_warps() const { return block_q / (16 * dq_row_tiles()); }
+
   constexpr int kv_tile_bytes() const { return block_kv * head_dim * 2; }
   constexpr int q_tile_bytes() const { return block_q * head_dim * 2; }
   constexpr int rows_bytes() const { return block_q * 4; }  // of lse or delta
   constexpr int stage_bytes() const { return 2 * (q_tile_bytes() + rows_bytes()); }
   constexpr int score_tile_bytes() const { return block_q * block_kv * 2; }
-  // K, V, stages of (Q, dO, lse, delta), dS and, where warps share them, P.
+  // K, V, dS, P where warps share it, and the stages of (Q, dO, lse, delta).
   constexpr int shared_bytes() const {
-    return 2 * kv_tile_bytes() + num_stages * stage_bytes() +
-           score_tile_bytes() * (head_split > 1 ? 2 : 1);
+    return 2 * kv_tile_bytes() + score_tile_bytes() * (split > 1 ? 2 : 1) +
+           num_stages * stage_bytes();
   }
 };
 
 // The first of a head dim that fits the device is used.
 constexpr BackwardConfig kBackwardConfigs[] = {
-    {32, 64, 128, 1, 2},  {64, 64, 128, 1, 2}, {96, 64, 128, 1, 2}, {96, 64, 64, 1, 2},
-    {128, 64, 128, 1, 2}, {128, 64, 64, 1, 1}, {192, 64, 64, 2, 1}, {192, 32, 32, 2, 1},
-    {256, 64, 64, 2, 1},  {256, 32, 32, 2, 1},
+    {32, 64, 128, 2, 2, 2},  {64, 128, 128, 2, 2, 1}, {64, 64, 128, 2, 2, 2},
+    {96, 64, 128, 2, 2, 2},  {96, 64, 64, 2, 2, 1},   {128, 64, 128, 2, 2, 2},
+    {128, 64, 64, 2, 2, 1},  {192, 64, 64, 2, 4, 1},  {192, 32, 32, 1, 2, 1},
+    {256, 64, 64, 2, 4, 1},  {256, 32, 32, 1, 2, 1},
 };
 
 // Index of the configuration, or -1 where the device is too small for all of them.
@@ -84,6 +97,6 @@ constexpr int backward_config_index(int head_dim, int shared_memory) {
 }
 
 // Rows of the float32 dQ accumulator, lse and delta are padded to whole tiles.
-constexpr int kRowPadding = 64;
+constexpr int kRowPadding = 128;
 
 }  // namespace jaxflash::sm80
