@@ -91,7 +91,7 @@ def test_program_computes_its_direction(direction):
     inputs = make_inputs(case, 0)
     q, k, v, d_out = inputs.values()
     out, vjp = jax.vjp(functools.partial(xla, is_causal=True), q, k, v)
-    expected = dict(zip(("out", "dq", "dk", "dv"), (out, *vjp(d_out)), strict=True))
+    expected: dict = dict(zip(NAMES["both"], (out, *vjp(d_out)), strict=True))
     program = good(case)
     program.load(inputs)
     got = program.arrays(program.run())

@@ -6,6 +6,7 @@ import functools
 import inspect
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def _promotion_as_flax_needs_it():
         yield
 
 
-def reference(**bound):
+def reference(**bound: Any) -> Any:
     """The adapter on the backend that takes every argument, so without warnings."""
     return functools.partial(attention_fn, implementation="reference", **bound)
 
@@ -37,13 +38,12 @@ def inputs(seed=0, length=T):
     return jax.random.normal(jax.random.key(seed), (B, length, WIDTH))
 
 
-def nnx_layer(fn, **options):
-    return nnx.MultiHeadAttention(
-        N, WIDTH, attention_fn=fn, **({"decode": False} | options), rngs=nnx.Rngs(0)
-    )
+def nnx_layer(fn, **options: Any) -> Any:
+    options = {"decode": False, "rngs": nnx.Rngs(0), **options}
+    return nnx.MultiHeadAttention(N, WIDTH, attention_fn=fn, **options)
 
 
-def linen_layer(fn, x, **options):
+def linen_layer(fn, x, **options: Any) -> Any:
     """The layer as a function; parameters are the same for every `fn`."""
     layer = linen.MultiHeadDotProductAttention(N, attention_fn=fn, **options)
     plain = linen.MultiHeadDotProductAttention(N)
@@ -201,8 +201,9 @@ def test_attention_weights_are_refused(api):
 )
 def test_arguments_without_a_meaning_here_are_refused(name):
     x = jnp.ones((1, 4, 2, 8))
+    argument: Any = {name: jnp.arange(4)}
     with pytest.raises(NotImplementedError, match=f"{name} must be None"):
-        attention_fn(x, x, x, **{name: jnp.arange(4)})
+        attention_fn(x, x, x, **argument)
 
 
 def test_dropout_errors_name_the_remedy():
