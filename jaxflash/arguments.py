@@ -123,13 +123,15 @@ def integers(
     name: str, x: Any, shape: tuple[int, ...], letters: str, most: int | None = None
 ) -> Array:
     """An int32 array of one shape, its values in [0, most] where they are known."""
+    # Inside jit, jnp.asarray would turn a known value into a traced one.
+    known = None if is_traced(x) else x
     x = _array(name, x)
     _dtype(name, x, jnp.int32, "int32")
     if letters == "[*batch]" and shape == () and x.shape == (1,):
         x = x.reshape(())  # jax.nn takes lengths [1] where query has three axes
     _shape(name, x, shape, letters)
-    if most is not None and not is_traced(x) and x.size:
-        values = np.asarray(x)
+    if most is not None and known is not None and x.size:
+        values = np.asarray(known)
         low, high = int(values.min()), int(values.max())
         if low < 0 or high > most:
             raise ValueError(
@@ -163,12 +165,13 @@ def scale(x: Any, head_dim: int, dtype: Any) -> Array:
         raise TypeError(f"scale must be a number or a scalar array, got {x!r}")
     if isinstance(x, numbers.Real):
         x = float(x)
+    known = None if is_traced(x) else x
     x = _array("scale", x)
     _dtype("scale", x, jnp.floating, "float")
     if x.shape != ():
         raise ValueError(f"scale must be a scalar, of shape (), got {x.shape}")
-    if not is_traced(x) and not np.isfinite(np.asarray(x, np.float64)):
-        raise ValueError(f"scale must be finite, got {float(x)}")
+    if known is not None and not math.isfinite(float(known)):
+        raise ValueError(f"scale must be finite, got {float(known)}")
     return x.astype(dtype)
 
 
