@@ -31,7 +31,8 @@ using BackwardLauncher = cudaError_t (*)(const sm80::BackwardArguments&, cudaStr
 
 template <class Element, int... kIndex>
 constexpr auto forward_launchers(std::integer_sequence<int, kIndex...>) {
-  return std::array{static_cast<ForwardLauncher>(sm80::launch_forward<Element, kIndex>)...};
+  return std::array{
+      static_cast<ForwardLauncher>(sm80::launch_forward<Element, kIndex>)...};
 }
 
 template <class Element, int... kIndex>
@@ -42,15 +43,17 @@ constexpr auto backward_launchers(std::integer_sequence<int, kIndex...>) {
 
 ForwardLauncher forward_launcher(int32_t dtype, int config) {
   using Indices =
-      std::make_integer_sequence<int, static_cast<int>(std::size(sm80::kForwardConfigs))>;
+      std::make_integer_sequence<int,
+                                 static_cast<int>(std::size(sm80::kForwardConfigs))>;
   static constexpr auto kBfloat16 = forward_launchers<__nv_bfloat16>(Indices{});
   static constexpr auto kFloat16 = forward_launchers<__half>(Indices{});
   return dtype == JAXFLASH_BFLOAT16 ? kBfloat16[config] : kFloat16[config];
 }
 
 BackwardLauncher backward_launcher(int32_t dtype, int config) {
-  using Indices = std::make_integer_sequence<
-      int, static_cast<int>(std::size(sm80::kBackwardConfigs))>;
+  using Indices =
+      std::make_integer_sequence<int,
+                                 static_cast<int>(std::size(sm80::kBackwardConfigs))>;
   static constexpr auto kBfloat16 = backward_launchers<__nv_bfloat16>(Indices{});
   static constexpr auto kFloat16 = backward_launchers<__half>(Indices{});
   return dtype == JAXFLASH_BFLOAT16 ? kBfloat16[config] : kFloat16[config];
@@ -92,19 +95,22 @@ jaxflash_status cuda_failure(const char* where, cudaError_t error) {
               cudaGetErrorString(error), static_cast<int>(error));
 }
 
-// Shared memory that a block may opt in to on the current device.
-jaxflash_status shared_memory_limit(int* bytes) {
+struct DeviceLimits {
+  int shared_memory_of_block;  // at most, opted in
+  int shared_memory_of_sm;
+};
+
+// Of the current device, which must be able to run the kernels.
+jaxflash_status device_limits(DeviceLimits* limits) {
   int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
-                                   device);
-  }
   int major = 0;
-  if (error == cudaSuccess) {
-    error =
-        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  }
+  cudaError_t error = cudaGetDevice(&device);
+  const auto read = [&](int* value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
+  };
+  read(&limits->shared_memory_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  read(&limits->shared_memory_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  read(&major, cudaDevAttrComputeCapabilityMajor);
   if (error != cudaSuccess) return cuda_failure("device attributes", error);
   if (major < 8) {
     return fail(JAXFLASH_UNAVAILABLE,
@@ -139,8 +145,7 @@ int64_t padded_rows(const jaxflash_attention_params& params) {
 }
 
 BackwardWorkspace backward_workspace(const jaxflash_attention_params& params) {
-  const int config = sm80::forward_config_index(static_cast<int>(params.head_dim));
-  const int64_t head_dim = sm80::kForwardConfigs[config].head_dim;
+  const int64_t head_dim = sm80::padded_head_dim(static_cast<int>(params.head_dim));
   const int64_t rows = batch_size(params) * params.num_heads * padded_rows(params);
   const auto align = [](int64_t bytes) {
     return static_cast<size_t>(divide_up(bytes, kWorkspaceAlignment)) *
@@ -178,9 +183,10 @@ jaxflash_status jaxflash_attention_forward_cuda(const jaxflash_attention_params*
   if (auto status = check_support(*params, kSupport); status != JAXFLASH_OK) {
     return status;
   }
-  for (const auto& [name, tensor] :
-       {std::pair{"q", &params->q}, {"k", &params->k}, {"v", &params->v},
-        {"out", &params->out}}) {
+  for (const auto& [name, tensor] : {std::pair{"q", &params->q},
+                                     {"k", &params->k},
+                                     {"v", &params->v},
+                                     {"out", &params->out}}) {
     if (auto status = check_unit_stride(name, *tensor, params->head_dim);
         status != JAXFLASH_OK) {
       return status;
@@ -188,15 +194,14 @@ jaxflash_status jaxflash_attention_forward_cuda(const jaxflash_attention_params*
   }
   if (no_rows(*params) || params->q_len == 0) return JAXFLASH_OK;
 
-  const int config = sm80::forward_config_index(static_cast<int>(params->head_dim));
+  DeviceLimits limits = {};
+  if (auto status = device_limits(&limits); status != JAXFLASH_OK) return status;
+  const int config = sm80::forward_config_index(static_cast<int>(params->head_dim),
+                                                limits.shared_memory_of_sm);
   const int64_t q_tiles =
       divide_up(params->q_len, sm80::kForwardConfigs[config].block_q);
   const int64_t blocks = q_tiles * params->num_heads * batch_size(*params);
   if (auto status = check_blocks(blocks); status != JAXFLASH_OK) return status;
-  int shared_memory = 0;
-  if (auto status = shared_memory_limit(&shared_memory); status != JAXFLASH_OK) {
-    return status;
-  }
   sm80::ForwardArguments arguments = {};
   arguments.params = *params;
   arguments.num_blocks = static_cast<uint32_t>(blocks);
@@ -232,34 +237,37 @@ jaxflash_status jaxflash_attention_backward_cuda(
   if (auto status = check_support(forward, kSupport); status != JAXFLASH_OK) {
     return status;
   }
-  for (const auto& [name, tensor] :
-       {std::pair{"q", &forward.q}, {"k", &forward.k}, {"v", &forward.v},
-        {"out", &forward.out}, {"d_out", &params->d_out}, {"dq", &params->dq},
-        {"dk", &params->dk}, {"dv", &params->dv}}) {
+  for (const auto& [name, tensor] : {std::pair{"q", &forward.q},
+                                     {"k", &forward.k},
+                                     {"v", &forward.v},
+                                     {"out", &forward.out},
+                                     {"d_out", &params->d_out},
+                                     {"dq", &params->dq},
+                                     {"dk", &params->dk},
+                                     {"dv", &params->dv}}) {
     if (auto status = check_unit_stride(name, *tensor, forward.head_dim);
         status != JAXFLASH_OK) {
       return status;
     }
   }
   const BackwardWorkspace layout = backward_workspace(forward);
-  if (auto status =
-          validate_workspace(workspace, workspace_bytes, layout.bytes, kWorkspaceAlignment);
+  if (auto status = validate_workspace(workspace, workspace_bytes, layout.bytes,
+                                       kWorkspaceAlignment);
       status != JAXFLASH_OK) {
     return status;
   }
   if (no_rows(forward)) return JAXFLASH_OK;
 
-  int shared_memory = 0;
-  if (auto status = shared_memory_limit(&shared_memory); status != JAXFLASH_OK) {
-    return status;
-  }
+  DeviceLimits limits = {};
+  if (auto status = device_limits(&limits); status != JAXFLASH_OK) return status;
   const int config = sm80::backward_config_index(static_cast<int>(forward.head_dim),
-                                                 shared_memory);
+                                                 limits.shared_memory_of_block);
   if (config < 0) {
     return fail(JAXFLASH_UNSUPPORTED,
                 "head_dim %lld: no backward tile fits the %d bytes of shared memory of "
                 "this device",
-                static_cast<long long>(forward.head_dim), shared_memory);
+                static_cast<long long>(forward.head_dim),
+                limits.shared_memory_of_block);
   }
   const int64_t kv_tiles =
       divide_up(forward.kv_len, sm80::kBackwardConfigs[config].block_kv);

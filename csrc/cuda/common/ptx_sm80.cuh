@@ -100,17 +100,31 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   return y;
 }
 
-// "red.global.add.f32" on two neighbours; one instruction from sm_90 on.
-__device__ __forceinline__ void red_add_v2(float* address, float x, float y) {
+// "red.global.add.f32": adds each lane's four values to 128 floats at `address`, which
+// is the warp's. Where value i of a lane goes is what add_v4_index says: from sm_90 on
+// one vector instruction per lane, before it four that cover whole 128-byte lines.
+__device__ __forceinline__ int add_v4_index(int lane, int i) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};\n" ::"l"(address),
-               "f"(x), "f"(y)
+  return lane * 4 + i;
+#else
+  return i * 32 + lane;
+#endif
+}
+__device__ __forceinline__ void red_add_v4(float* address, int lane,
+                                           const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(
+                   address + add_v4_index(lane, 0)),
+               "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
                : "memory");
 #else
-  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;\n" ::"l"(address), "f"(x)
-               : "memory");
-  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;\n" ::"l"(address + 1), "f"(y)
-               : "memory");
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;\n" ::"l"(
+                     address + add_v4_index(lane, i)),
+                 "f"(x[i])
+                 : "memory");
+  }
 #endif
 }
 

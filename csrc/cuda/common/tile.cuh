@@ -60,42 +60,21 @@ __device__ __forceinline__ LaneAddress<kCols> operand_b(uint32_t tile, int lane)
 // Two n8 B operands [16 of k, 16 of n] from a [k, n] tile, with ldmatrix .trans: the
 // lanes walk as in operand_a. An A operand from a [k, rows] tile walks as operand_b.
 
-// Starts the copy of rows [0, kRows) x columns [0, kCols) of a global matrix into a
-// tile. Rows at or past rows_left and columns at or past cols become zeros and are not
-// read. The caller commits, waits and synchronises. vector_access: base, row stride and
-// cols are multiples of 16 bytes; otherwise elements are fetched one by one.
-template <int kRows, int kCols, int kThreads, class Element>
-__device__ __forceinline__ void load_tile(uint32_t tile, const Element* source,
-                                          int64_t row_stride, int rows_left, int cols,
-                                          bool vector_access) {
+// Element by element, for rows that do not start on 16 bytes. Not inlined: the kernels
+// keep their registers for the path that everybody takes.
+template <int kRows, int kCols, int kThreads>
+__device__ __noinline__ void load_tile_by_elements(uint32_t tile,
+                                                   const uint16_t* source,
+                                                   int64_t row_stride, int rows_left,
+                                                   int cols) {
   constexpr int kChunks = kCols / 8;
-  if (vector_access) {
-    // Every step covers whole rows, so that a thread stays in one column of chunks.
-    constexpr int kRowsPerStep = kThreads / kChunks;
-    constexpr int kSteps = (kRows + kRowsPerStep - 1) / kRowsPerStep;
-    const uint32_t first_row = threadIdx.x / kChunks;
-    const uint32_t chunk = threadIdx.x % kChunks;
-    if (kThreads % kChunks != 0 && first_row >= kRowsPerStep) return;
-    const int rows_for_thread = static_cast<int>(chunk * 8) < cols ? rows_left : 0;
-    const Element* pointer = source + first_row * row_stride + chunk * 8;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const uint32_t row = first_row + step * kRowsPerStep;
-      if (kRows % kRowsPerStep != 0 && row >= kRows) break;
-      cp_async_cg_16(tile + chunk_offset<kCols>(row, chunk), pointer,
-                     static_cast<int>(row) < rows_for_thread ? 16 : 0);
-      pointer += kRowsPerStep * row_stride;
-    }
-    return;
-  }
 #pragma unroll 1
   for (uint32_t index = threadIdx.x; index < kRows * kChunks; index += kThreads) {
     const uint32_t row = index / kChunks;
     const uint32_t chunk = index % kChunks;
     uint32_t words[4] = {0, 0, 0, 0};
     if (static_cast<int>(row) < rows_left) {
-      const auto* bits =
-          reinterpret_cast<const uint16_t*>(source + row * row_stride + chunk * 8);
+      const uint16_t* bits = source + row * row_stride + chunk * 8;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         if (static_cast<int>(chunk * 8) + i < cols) {
@@ -105,6 +84,38 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const Element* source,
     }
     st_shared_v4(tile + chunk_offset<kCols>(row, chunk),
                  make_uint4(words[0], words[1], words[2], words[3]));
+  }
+}
+
+// Starts the copy of rows [0, kRows) x columns [0, kCols) of a global matrix into a
+// tile. Rows at or past rows_left and columns at or past cols become zeros and are not
+// read. The caller commits, waits and synchronises. vector_access: base, row stride and
+// cols are multiples of 16 bytes.
+template <int kRows, int kCols, int kThreads, class Element>
+__device__ __forceinline__ void load_tile(uint32_t tile, const Element* source,
+                                          int64_t row_stride, int rows_left, int cols,
+                                          bool vector_access) {
+  if (!vector_access) {
+    load_tile_by_elements<kRows, kCols, kThreads>(
+        tile, reinterpret_cast<const uint16_t*>(source), row_stride, rows_left, cols);
+    return;
+  }
+  // Every step covers whole rows, so that a thread stays in one column of chunks.
+  constexpr int kChunks = kCols / 8;
+  constexpr int kRowsPerStep = kThreads / kChunks;
+  constexpr int kSteps = (kRows + kRowsPerStep - 1) / kRowsPerStep;
+  const uint32_t first_row = threadIdx.x / kChunks;
+  const uint32_t chunk = threadIdx.x % kChunks;
+  if (kThreads % kChunks != 0 && first_row >= kRowsPerStep) return;
+  const int rows_for_thread = static_cast<int>(chunk * 8) < cols ? rows_left : 0;
+  const Element* pointer = source + first_row * row_stride + chunk * 8;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const uint32_t row = first_row + step * kRowsPerStep;
+    if (kRows % kRowsPerStep != 0 && row >= kRows) break;
+    cp_async_cg_16(tile + chunk_offset<kCols>(row, chunk), pointer,
+                   static_cast<int>(row) < rows_for_thread ? 16 : 0);
+    pointer += kRowsPerStep * row_stride;
   }
 }
 

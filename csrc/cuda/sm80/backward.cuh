@@ -119,9 +119,8 @@ __device__ __forceinline__ void zero_hidden(Fragments<kRows, kCols>& x,
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int key = first_key + 16 * m + 8 * half;
-      const int hidden_rows = key >= visible.kv_rows
-                                  ? INT_MAX
-                                  : visible.first_row(key) - first_row;
+      const int hidden_rows =
+          key >= visible.kv_rows ? INT_MAX : visible.first_row(key) - first_row;
 #pragma unroll
       for (int n = 0; n < kCols; ++n) {
 #pragma unroll
@@ -146,8 +145,9 @@ __device__ __forceinline__ void store_fragments(uint32_t tile,
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         st_shared_b32(
-            tile + chunk_offset<kTileCols>(row + 16 * m + 8 * half + lane / 4,
-                                           chunk + n) + lane % 4 * 4,
+            tile +
+                chunk_offset<kTileCols>(row + 16 * m + 8 * half + lane / 4, chunk + n) +
+                lane % 4 * 4,
             pack<Element>(x[m][n][2 * half], x[m][n][2 * half + 1]));
       }
     }
@@ -200,17 +200,19 @@ __global__ void __launch_bounds__(kBackwardConfigs[kConfigIndex].num_threads())
   constexpr int kThreads = kConfig.num_threads();
   constexpr int kSplit = kConfig.split;
   constexpr int kStages = kConfig.num_stages;
-  constexpr int kRows = kConfig.row_tiles;            // a warp's 16-key tiles
-  constexpr int kScoreCols = kBlockQ / kSplit / 8;    // and chunks of S^T and dP^T
-  constexpr int kHeadCols = kHeadDim / kSplit / 8;    // of dK and dV
-  constexpr int kDqRows = kConfig.dq_row_tiles();     // of dQ
+  constexpr int kRows = kConfig.row_tiles;          // a warp's 16-key tiles
+  constexpr int kScoreCols = kBlockQ / kSplit / 8;  // and chunks of S^T and dP^T
+  constexpr int kHeadCols = kHeadDim / kSplit / 8;  // of dK and dV
+  constexpr int kDqRows = kConfig.dq_row_tiles();   // of dQ
   constexpr int kDqRowWarps = kConfig.dq_row_warps();
   constexpr int kDqCols = kHeadDim * kDqRowWarps / kConfig.num_warps() / 8;
 
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  const uint32_t k_smem = cvta_generic_to_shared(shared_memory);  // [kBlockKV, kHeadDim]
-  const uint32_t v_smem = k_smem + kConfig.kv_tile_bytes();       // [kBlockKV, kHeadDim]
-  const uint32_t ds_smem = v_smem + kConfig.kv_tile_bytes();  // dS^T [kBlockKV, kBlockQ]
+  const uint32_t k_smem =
+      cvta_generic_to_shared(shared_memory);                 // [kBlockKV, kHeadDim]
+  const uint32_t v_smem = k_smem + kConfig.kv_tile_bytes();  // [kBlockKV, kHeadDim]
+  const uint32_t ds_smem =
+      v_smem + kConfig.kv_tile_bytes();  // dS^T [kBlockKV, kBlockQ]
   const uint32_t p_smem = ds_smem + kConfig.score_tile_bytes();  // P^T, if kSplit > 1
   const uint32_t stages = ds_smem + kConfig.score_tile_bytes() * (kSplit > 1 ? 2 : 1);
   const auto q_smem = [&](int stage) { return stages + stage * kConfig.stage_bytes(); };
@@ -228,7 +230,8 @@ __global__ void __launch_bounds__(kBackwardConfigs[kConfigIndex].num_threads())
   const int group_size = static_cast<int>(forward.num_heads) / num_kv_heads;
   // Blocks of one head run together and share its Q and dO in L2; the early ones,
   // which the most rows of a causal call see, start first.
-  const int first_key = static_cast<int>(blockIdx.x % arguments.num_kv_tiles) * kBlockKV;
+  const int first_key =
+      static_cast<int>(blockIdx.x % arguments.num_kv_tiles) * kBlockKV;
   const uint32_t batch_head = blockIdx.x / arguments.num_kv_tiles;
   const int kv_head = static_cast<int>(batch_head % num_kv_heads);
   const uint32_t batch_element = batch_head / num_kv_heads;
@@ -274,7 +277,7 @@ __global__ void __launch_bounds__(kBackwardConfigs[kConfigIndex].num_threads())
   const auto load_stage = [&](const QueryTile& at, int stage) {
     const int row = at.tile * kBlockQ;
     const auto load = [&](uint32_t tile, const Element* heads,
-                          const int64_t(&strides)[3]) {
+                          const int64_t (&strides)[3]) {
       load_tile<kBlockQ, kHeadDim, kThreads>(
           tile, heads + at.head * strides[1] + row * strides[0], strides[0],
           visible.q_rows - row, head_dim, vector_access);
@@ -325,7 +328,8 @@ __global__ void __launch_bounds__(kBackwardConfigs[kConfigIndex].num_threads())
         scores, k_rows,
         operand_b<kHeadDim>(q_smem(stage) + part_row * kHeadDim * 2, lane));
     product_over_head<Element, kHeadDim>(
-        ds, v_rows, operand_b<kHeadDim>(do_smem(stage) + part_row * kHeadDim * 2, lane));
+        ds, v_rows,
+        operand_b<kHeadDim>(do_smem(stage) + part_row * kHeadDim * 2, lane));
 
     const float* lse = reinterpret_cast<const float*>(
         shared_memory + (lse_smem(stage) - k_smem) + (part_row + lane_col) * 4);
@@ -402,18 +406,14 @@ __global__ void __launch_bounds__(kBackwardConfigs[kConfigIndex].num_threads())
         }
         add_product<Element>(dq, ds_a, k_all, 16 * j, dq_chunk);
       }
-      float* accumulator = arguments.dq_accumulator +
-                           (padded_row(current) + dq_row + lane / 4) * kHeadDim +
-                           dq_chunk * 8 + lane_col;
+      float* accumulator =
+          arguments.dq_accumulator +
+          dq_fragment<kHeadDim>(padded_row(current) + dq_row, dq_chunk);
 #pragma unroll
       for (int m = 0; m < kDqRows; ++m) {
 #pragma unroll
         for (int n = 0; n < kDqCols; ++n) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            red_add_v2(accumulator + (16 * m + 8 * half) * kHeadDim + 8 * n,
-                       dq[m][n][2 * half], dq[m][n][2 * half + 1]);
-          }
+          red_add_v4(accumulator + dq_fragment<kHeadDim>(16 * m, n), lane, dq[m][n]);
         }
       }
     }

@@ -12,16 +12,25 @@
 
 #include "../common/element.cuh"
 #include "../common/problem.cuh"
+#include "../common/ptx_sm80.cuh"
 #include "launch.h"
 #include "tile_config.h"
 
 namespace jaxflash::sm80 {
 
+// The accumulator lies in fragments as the tensor cores hold them: 16 rows x 8 columns
+// are 128 floats, four of each lane. Where the fragment at a row (a multiple of 16) and
+// a chunk of columns starts:
+template <int kHeadDim>
+__device__ __forceinline__ int64_t dq_fragment(int64_t row, int chunk) {
+  return row * kHeadDim + chunk * 128;
+}
+
 constexpr int kRowsThreads = 256;
 
 template <int kHeadDim>
 struct RowLanes {
-  static constexpr int kLanes = kHeadDim <= 32   ? 4
+  static constexpr int kLanes = kHeadDim <= 32    ? 4
                                 : kHeadDim <= 64  ? 8
                                 : kHeadDim <= 128 ? 16
                                                   : 32;
@@ -76,9 +85,8 @@ __global__ void __launch_bounds__(kRowsThreads)
   using Lanes = RowLanes<kHeadDim>;
   const jaxflash_attention_backward_params& p = arguments.params;
   const jaxflash_attention_params& forward = p.forward;
-  const int64_t padded_row =
-      static_cast<int64_t>(blockIdx.x) * Lanes::kRowsPerBlock +
-      threadIdx.x / Lanes::kLanes;
+  const int64_t padded_row = static_cast<int64_t>(blockIdx.x) * Lanes::kRowsPerBlock +
+                             threadIdx.x / Lanes::kLanes;
   const RowIndex index(arguments, padded_row);
   const int col = threadIdx.x % Lanes::kLanes * 8;
   const BatchIndex batch = unravel_batch(forward, index.batch_element);
@@ -101,6 +109,7 @@ __global__ void __launch_bounds__(kRowsThreads)
   }
   product = Lanes::sum(product);
 
+  // Any order of zeros is the right one.
   if (col < kHeadDim) {
     auto* accumulator = reinterpret_cast<float4*>(arguments.dq_accumulator +
                                                   index.padded * kHeadDim + col);
@@ -127,10 +136,10 @@ __global__ void __launch_bounds__(kRowsThreads)
   using Lanes = RowLanes<kHeadDim>;
   const jaxflash_attention_backward_params& p = arguments.params;
   const jaxflash_attention_params& forward = p.forward;
-  const int64_t padded_row =
-      static_cast<int64_t>(blockIdx.x) * Lanes::kRowsPerBlock +
-      threadIdx.x / Lanes::kLanes;
-  const RowIndex index(arguments, padded_row);
+  // Rows r and r + 8 share the sectors of a fragment, so neighbours take those.
+  const int64_t slot = static_cast<int64_t>(blockIdx.x) * Lanes::kRowsPerBlock +
+                       threadIdx.x / Lanes::kLanes;
+  const RowIndex index(arguments, slot / 16 * 16 + slot % 2 * 8 + slot % 16 / 2);
   const bool valid = index.row < forward.q_len;
   const int col = threadIdx.x % Lanes::kLanes * 8;
   const int head_dim = static_cast<int>(forward.head_dim);
@@ -138,10 +147,13 @@ __global__ void __launch_bounds__(kRowsThreads)
 
   float dq[8] = {};
   if (valid && col < head_dim) {
-    const auto* accumulator = reinterpret_cast<const float4*>(
-        arguments.dq_accumulator + index.padded * kHeadDim + col);
-    *reinterpret_cast<float4*>(dq) = accumulator[0];
-    *reinterpret_cast<float4*>(dq + 4) = accumulator[1];
+    const int row = static_cast<int>(index.padded % 16);
+    const float* fragment =
+        arguments.dq_accumulator + dq_fragment<kHeadDim>(index.padded - row, col / 8);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      dq[i] = fragment[add_v4_index(row % 8 * 4 + i / 2, row / 8 * 2 + i % 2)];
+    }
   }
   if (p.dscale.data != nullptr) {
     float product = 0.f;
@@ -158,13 +170,16 @@ __global__ void __launch_bounds__(kRowsThreads)
     }
     product = Lanes::sum(product);
     if (valid && col == 0) {
-      batch_pointer<float>(p.dscale, batch)[index.head * p.dscale.strides[0] +
-                                            index.row * p.dscale.strides[1]] = product;
+      batch_pointer<float>(
+          p.dscale,
+          batch)[index.head * p.dscale.strides[0] + index.row * p.dscale.strides[1]] =
+          product;
     }
   }
   if (!valid || col >= head_dim || p.dq.data == nullptr) return;
   const float scale = softmax_scale(forward, batch);
-  const int64_t offset = index.row * p.dq.strides[0] + index.head * p.dq.strides[1] + col;
+  const int64_t offset =
+      index.row * p.dq.strides[0] + index.head * p.dq.strides[1] + col;
   if (p.dq.dtype == JAXFLASH_FLOAT32) {
     float* target = batch_pointer<float>(p.dq, batch) + offset;
 #pragma unroll
@@ -175,11 +190,11 @@ __global__ void __launch_bounds__(kRowsThreads)
   }
   Element* target = batch_pointer<Element>(p.dq, batch) + offset;
   if (arguments.vector_access) {
-    *reinterpret_cast<uint4*>(target) = make_uint4(
-        pack<Element>(dq[0] * scale, dq[1] * scale),
-        pack<Element>(dq[2] * scale, dq[3] * scale),
-        pack<Element>(dq[4] * scale, dq[5] * scale),
-        pack<Element>(dq[6] * scale, dq[7] * scale));
+    *reinterpret_cast<uint4*>(target) =
+        make_uint4(pack<Element>(dq[0] * scale, dq[1] * scale),
+                   pack<Element>(dq[2] * scale, dq[3] * scale),
+                   pack<Element>(dq[4] * scale, dq[5] * scale),
+                   pack<Element>(dq[6] * scale, dq[7] * scale));
     return;
   }
 #pragma unroll

@@ -12,9 +12,17 @@
 // registers. K and V tiles are visited from the last visible one down: the tiles that
 // need a mask (the diagonal, the ragged end) come first and the rest runs without one.
 //
-//   copy      | K0 | V0 | K1      | V1 | K2      | ...
-//   tensor    |    | S0 |         | S1 |         |
-//   softmax, O|    |    | P0, P0V0|    | P1, P1V1|
+// With two stages of K and V:
+//
+//   copy    | Q K0 V0 | K1 V1         | K2 V2         | ...
+//   compute |         | S0  P0  O+=PV | S1  P1  O+=PV |
+//   barrier           ^               ^               ^
+//
+// With one, for SMs whose shared memory would hold only one such block:
+//
+//   copy    | Q K0 | V0 | K1        | V1 | K2        | ...
+//   compute |      | S0 | P0  O+=PV | S1 | P1  O+=PV |
+//   barrier        ^    ^           ^    ^
 //
 // The other block on the SM fills the gaps. Any H: the tile's spare columns are zero.
 #pragma once
@@ -118,8 +126,8 @@ struct ForwardRows {
       float maximum = s[r / 2][0][2 * (r % 2)];
 #pragma unroll
       for (int n = 0; n < kBlockKV / 8; ++n) {
-        maximum = fmaxf(maximum, fmaxf(s[r / 2][n][2 * (r % 2)],
-                                       s[r / 2][n][2 * (r % 2) + 1]));
+        maximum = fmaxf(maximum,
+                        fmaxf(s[r / 2][n][2 * (r % 2)], s[r / 2][n][2 * (r % 2) + 1]));
       }
       maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
       maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
@@ -206,11 +214,17 @@ __global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads())
   constexpr int kBlockKV = kConfig.block_kv;
   constexpr int kThreads = kConfig.num_threads();
   constexpr int kRowTiles = kConfig.row_tiles();
+  constexpr int kStages = kConfig.num_stages;
 
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  const uint32_t q_smem = cvta_generic_to_shared(shared_memory);  // [kBlockQ, kHeadDim]
-  const uint32_t k_smem = q_smem + kBlockQ * kHeadDim * 2;        // [kBlockKV, kHeadDim]
-  const uint32_t v_smem = k_smem + kBlockKV * kHeadDim * 2;       // [kBlockKV, kHeadDim]
+  // Q [kBlockQ, kHeadDim], then per stage K and V [kBlockKV, kHeadDim].
+  const uint32_t q_smem = cvta_generic_to_shared(shared_memory);
+  const auto k_smem = [&](int stage) {
+    return q_smem + kBlockQ * kHeadDim * 2 + stage * 2 * kConfig.kv_tile_bytes();
+  };
+  const auto v_smem = [&](int stage) {
+    return k_smem(stage) + kConfig.kv_tile_bytes();
+  };
 
   const jaxflash_attention_params& p = arguments.params;
   const bool vector_access = arguments.vector_access;
@@ -233,24 +247,26 @@ __global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads())
 
   const Element* q = batch_pointer<const Element>(p.q, batch) +
                      first_row * p.q.strides[0] + head * p.q.strides[1];
-  const Element* k = batch_pointer<const Element>(p.k, batch) + kv_head * p.k.strides[1];
-  const Element* v = batch_pointer<const Element>(p.v, batch) + kv_head * p.v.strides[1];
-  const auto load_k = [&](int tile) {
+  const Element* k =
+      batch_pointer<const Element>(p.k, batch) + kv_head * p.k.strides[1];
+  const Element* v =
+      batch_pointer<const Element>(p.v, batch) + kv_head * p.v.strides[1];
+  const auto load_kv = [&](uint32_t smem, const Element* matrix, int64_t row_stride,
+                           int tile) {
     load_tile<kBlockKV, kHeadDim, kThreads>(
-        k_smem, k + tile * kBlockKV * p.k.strides[0], p.k.strides[0],
+        smem, matrix + tile * kBlockKV * row_stride, row_stride,
         visible.kv_rows - tile * kBlockKV, head_dim, vector_access);
   };
-  const auto load_v = [&](int tile) {
-    load_tile<kBlockKV, kHeadDim, kThreads>(
-        v_smem, v + tile * kBlockKV * p.v.strides[0], p.v.strides[0],
-        visible.kv_rows - tile * kBlockKV, head_dim, vector_access);
+  const auto load_k = [&](int tile, int stage) {
+    load_kv(k_smem(stage), k, p.k.strides[0], tile);
+  };
+  const auto load_v = [&](int tile, int stage) {
+    load_kv(v_smem(stage), v, p.v.strides[0], tile);
   };
 
   const int lane = threadIdx.x % 32;
   const int warp_row = threadIdx.x / 32 * (16 * kRowTiles);
   const auto q_lane = operand_a<kHeadDim>(q_smem + warp_row * kHeadDim * 2, lane);
-  const auto k_lane = operand_b<kHeadDim>(k_smem, lane);
-  const auto v_lane = operand_a<kHeadDim>(v_smem, lane);
   const int lane_row = first_row + warp_row + lane / 4;
   const int lane_col = 2 * (lane % 4);
 
@@ -262,29 +278,39 @@ __global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads())
   rows.reset();
 
   if (num_tiles > 0) {
-    load_tile<kBlockQ, kHeadDim, kThreads>(q_smem, q, p.q.strides[0],
-                                           end_row - first_row, head_dim,
-                                           vector_access);
-    load_k(num_tiles - 1);
+    load_tile<kBlockQ, kHeadDim, kThreads>(
+        q_smem, q, p.q.strides[0], end_row - first_row, head_dim, vector_access);
+    load_k(num_tiles - 1, 0);
+    if (kStages > 1) load_v(num_tiles - 1, 0);
     cp_async_commit_group();
     if (scale < 0.f) {
       cp_async_wait_group<0>();
       __syncthreads();
       negate_tile<kBlockQ, kHeadDim, kThreads>(q_smem);
     }
+    int stage = 0;
     const auto step = [&](int tile, bool masked) {
+      const int next_stage = kStages > 1 ? stage ^ 1 : 0;
       cp_async_wait_group<0>();
-      __syncthreads();  // K tile visible to all; all are done with the last V tile
-      load_v(tile);
+      __syncthreads();  // this K tile visible to all; all are done with the last V tile
+      if (kStages == 1) {
+        load_v(tile, 0);
+      } else if (tile > 0) {
+        load_k(tile - 1, next_stage);
+        load_v(tile - 1, next_stage);
+      }
       cp_async_commit_group();
-      rows.scores(q_lane, k_lane);
+      rows.scores(q_lane, operand_b<kHeadDim>(k_smem(stage), lane));
       if (masked) rows.mask(visible, lane_row, tile * kBlockKV + lane_col);
-      cp_async_wait_group<0>();
-      __syncthreads();  // V tile visible to all; all are done with the K tile
-      if (tile > 0) load_k(tile - 1);
-      cp_async_commit_group();
+      if (kStages == 1) {
+        cp_async_wait_group<0>();
+        __syncthreads();  // V tile visible to all; all are done with the K tile
+        if (tile > 0) load_k(tile - 1, 0);
+        cp_async_commit_group();
+      }
       rows.softmax(scale_log2);
-      rows.accumulate(v_lane);
+      rows.accumulate(operand_a<kHeadDim>(v_smem(stage), lane));
+      stage = next_stage;
     };
     int tile = num_tiles - 1;
 #pragma unroll 1
@@ -330,8 +356,7 @@ __global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads())
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float* pair = &rows.o[m][n][2 * half];
-        st_shared_b32(o_smem +
-                          chunk_offset<kHeadDim>(16 * m + 8 * half + lane / 4, n) +
+        st_shared_b32(o_smem + chunk_offset<kHeadDim>(16 * m + 8 * half + lane / 4, n) +
                           lane % 4 * 4,
                       pack<Element>(pair[0], pair[1]));
       }

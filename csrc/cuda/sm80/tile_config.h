@@ -15,27 +15,44 @@ struct ForwardConfig {
   int block_q;
   int block_kv;
   int num_warps;
+  int num_stages;  // of K and V
 
   constexpr int num_threads() const { return num_warps * 32; }
   // 16-row fragments of Q that each warp owns.
   constexpr int row_tiles() const { return block_q / (16 * num_warps); }
-  // Q, one K and one V tile.
-  constexpr int shared_bytes() const { return (block_q + 2 * block_kv) * head_dim * 2; }
+  constexpr int kv_tile_bytes() const { return block_kv * head_dim * 2; }
+  // Q and the stages of (K, V).
+  constexpr int shared_bytes() const {
+    return block_q * head_dim * 2 + num_stages * 2 * kv_tile_bytes();
+  }
 };
 
 constexpr ForwardConfig kForwardConfigs[] = {
-    {32, 128, 128, 4}, {64, 128, 128, 4}, {96, 128, 64, 4},
-    {128, 128, 64, 4}, {192, 64, 64, 4},  {256, 64, 64, 4},
+    {32, 128, 128, 4, 2}, {64, 128, 128, 4, 2}, {64, 128, 128, 4, 1},
+    {96, 128, 64, 4, 2},  {96, 128, 64, 4, 1},  {128, 128, 64, 4, 2},
+    {128, 128, 64, 4, 1}, {192, 64, 64, 4, 1},  {256, 64, 64, 4, 1},
 };
 
-// Index of the configuration of a head dim, or -1.
-constexpr int forward_config_index(int head_dim) {
+// Of each block the hardware keeps 1 KB of shared memory.
+constexpr int kReservedSharedMemory = 1024;
+
+// Index of the configuration of a head dim, or -1: the first of which two blocks fit an
+// SM with this much shared memory, so that one computes while the other waits, else the
+// last.
+constexpr int forward_config_index(int head_dim, int shared_memory_of_sm) {
+  int found = -1;
   int index = 0;
   for (const ForwardConfig& config : kForwardConfigs) {
-    if (head_dim <= config.head_dim) return index;
+    if (head_dim <= config.head_dim &&
+        (found < 0 || config.head_dim == kForwardConfigs[found].head_dim)) {
+      found = index;
+      if (2 * (config.shared_bytes() + kReservedSharedMemory) <= shared_memory_of_sm) {
+        break;
+      }
+    }
     ++index;
   }
-  return -1;
+  return found;
 }
 
 // Backward: a block owns block_kv keys. Its warps form a grid: along the keys each owns
@@ -74,15 +91,14 @@ struct BackwardConfig {
   }
 };
 
-// The first of a head dim that fits the device is used.
 constexpr BackwardConfig kBackwardConfigs[] = {
-    {32, 64, 128, 2, 2, 2},  {64, 128, 128, 2, 2, 1}, {64, 64, 128, 2, 2, 2},
-    {96, 64, 128, 2, 2, 2},  {96, 64, 64, 2, 2, 1},   {128, 64, 128, 2, 2, 2},
-    {128, 64, 64, 2, 2, 1},  {192, 64, 64, 2, 4, 1},  {192, 32, 32, 1, 2, 1},
-    {256, 64, 64, 2, 4, 1},  {256, 32, 32, 1, 2, 1},
+    {32, 64, 128, 2, 2, 2}, {64, 128, 128, 2, 2, 2}, {64, 64, 128, 2, 2, 2},
+    {96, 64, 128, 2, 2, 2}, {96, 64, 64, 2, 2, 1},   {128, 64, 128, 2, 2, 2},
+    {128, 64, 64, 2, 2, 1}, {192, 64, 64, 2, 4, 2},  {192, 32, 32, 1, 2, 1},
+    {256, 64, 64, 2, 4, 2}, {256, 64, 64, 2, 4, 1},  {256, 32, 32, 1, 2, 1},
 };
 
-// Index of the configuration, or -1 where the device is too small for all of them.
+// Index of the first configuration that fits the shared memory of a block, or -1.
 constexpr int backward_config_index(int head_dim, int shared_memory) {
   int wanted = 0;
   int index = 0;
@@ -94,6 +110,11 @@ constexpr int backward_config_index(int head_dim, int shared_memory) {
     ++index;
   }
   return -1;
+}
+
+// Smallest compiled head dim that holds this one.
+constexpr int padded_head_dim(int head_dim) {
+  return kForwardConfigs[forward_config_index(head_dim, 0)].head_dim;
 }
 
 // Rows of the float32 dQ accumulator, lse and delta are padded to whole tiles.
