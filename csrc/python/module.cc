@@ -34,7 +34,8 @@ int32_t parse_dtype(const std::string& name) {
       ("dtype must be float32, bfloat16 or float16, got " + name).c_str());
 }
 
-size_t checked(jaxflash_status status, size_t bytes) {
+// By reference: the query that gives the status also sets the bytes.
+size_t checked(jaxflash_status status, const size_t& bytes) {
   if (status != JAXFLASH_OK) throw nb::value_error(jaxflash_last_error());
   return bytes;
 }
