@@ -205,6 +205,7 @@ def train(args, log):
             loss=f"{log['training_loss'][-1]:.3f}",
             held_out=f"{log['held_out_loss'][-1][1]:.3f}",
             tokens_per_s=f"{log.get('tokens_per_s', 0):,.0f}",
+            refresh=False,
         )
         if args.seconds and time.perf_counter() - began > args.seconds:
             bar.close()

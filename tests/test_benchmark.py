@@ -107,7 +107,7 @@ def test_torch_program_agrees(direction):
     inputs = make_inputs(case, 0)
     program = TorchProgram(case, None)
     program.load(inputs)
-    truth = checks.dense_slice(case, inputs)
+    truth = checks.DenseSlice(case)(inputs)
     found, problem = checks.check(case, program.arrays(program.run()), truth, None)
     assert problem is None, found
 

@@ -25,25 +25,38 @@ TOLERANCE = {
 }
 
 
-def dense_slice(case: Case, inputs) -> dict[str, jax.Array]:
-    """The results of the last key/value head of the last batch element, in float32."""
-    args = [
-        _last_head(name, inputs[name], case).astype(jnp.float32)
-        for name in ("query", "key", "value", "d_out")
-    ]
-    attention = functools.partial(
-        jax.nn.dot_product_attention, is_causal=case.is_causal, implementation="xla"
-    )
+class DenseSlice:
+    """The last key/value head of the last batch element, dense and in float32."""
 
-    @jax.jit
-    def run(query, key, value, d_out):
-        if case.direction == "forward":
-            return (attention(query, key, value),)
-        out, vjp = jax.vjp(attention, query, key, value)
-        return (out, *vjp(d_out)) if case.direction == "both" else vjp(d_out)
+    def __init__(self, case: Case):
+        """Compiles; takes the inputs of the case in `__call__`."""
+        self.case = case
+        group = case.num_heads // case.num_kv_heads
+        query, key = (
+            jax.ShapeDtypeStruct((1, length, heads, case.head_dim), jnp.float32)
+            for length, heads in ((case.q_len, group), (case.kv_len, 1))
+        )
+        attention = functools.partial(
+            jax.nn.dot_product_attention, is_causal=case.is_causal, implementation="xla"
+        )
 
-    with jax.default_matmul_precision("highest"):
-        return dict(zip(NAMES[case.direction], run(*args), strict=True))
+        def run(query, key, value, d_out):
+            if case.direction == "forward":
+                return (attention(query, key, value),)
+            out, vjp = jax.vjp(attention, query, key, value)
+            return (out, *vjp(d_out)) if case.direction == "both" else vjp(d_out)
+
+        with jax.default_matmul_precision("highest"):
+            self._compiled = jax.jit(run).lower(query, key, key, query).compile()
+
+    def __call__(self, inputs) -> dict[str, jax.Array]:
+        """Results by name."""
+        args = [
+            _last_head(name, inputs[name], self.case).astype(jnp.float32)
+            for name in ("query", "key", "value", "d_out")
+        ]
+        names = NAMES[self.case.direction]
+        return dict(zip(names, self._compiled(*args), strict=True))
 
 
 def _last_head(name: str, x: jax.Array, case: Case) -> jax.Array:
@@ -88,7 +101,7 @@ def check(case: Case, arrays, truth, anchor) -> tuple[dict, str | None]:
     Args:
       case: what was computed.
       arrays: its results by name.
-      truth: `dense_slice` of the case.
+      truth: what `DenseSlice` of the case gives.
       anchor: results of an implementation that passed, or None.
 
     Returns:

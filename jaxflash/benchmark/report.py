@@ -58,8 +58,8 @@ def table(session: Session) -> str:
         for i, result in enumerate(results):
             line = ["" if i else result.case.label, result.implementation]
             if result.status != "ok":
-                text = f"{result.status}: {result.detail}".replace("|", "/")
-                line += [text, *[""] * (3 * len(modes) - 1), _mebibytes(result)]
+                line += [result.status, *[""] * (3 * len(modes) - 1)]
+                line.append(_mebibytes(result))
                 lines.append(line)
                 continue
             for mode in modes:
@@ -74,8 +74,6 @@ def table(session: Session) -> str:
                 ]
             lines.append([*line, _mebibytes(result)])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    # A status is a sentence: it may hang over the columns that it leaves empty.
-    widths = [min(width, 60) for width in widths]
     text = [_row(line, widths) for line in lines]
     text.insert(1, _row(["-" * width for width in widths], widths))
     return "\n".join(text) + "\n"
@@ -87,6 +85,10 @@ def notes(session: Session) -> list[str]:
     for dtype, roof in session.roofline.items():
         numbers = ", ".join(f"{mode} {speed:.3g}" for mode, speed in roof.items())
         lines.append(f"{dtype} matmul (100 %): {numbers} TFLOP/s")
+    untimed = [r for r in session.results if r.status != "ok"]
+    lines += dict.fromkeys(
+        f"{r.implementation}: {r.status}: {r.detail}" for r in untimed
+    )
     timed = [r for r in session.results if r.times.burst]
     if any(r.times.burst_clock == "device" for r in timed):
         wall = {r.implementation for r in timed if r.times.burst_clock == "wall"}

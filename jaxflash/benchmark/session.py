@@ -2,10 +2,13 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from tqdm import tqdm
@@ -58,24 +61,27 @@ class Session:
         longest = 0.0
         # Compilation runs ahead of the timing, never beside it.
         ahead = max(1, (os.cpu_count() or 1) // 4)
-        with tqdm(total=len(cases), unit="case", dynamic_ncols=True) as bar:
-            bar.set_description("roofline")
+        with tqdm(
+            total=len(cases), unit="case", dynamic_ncols=True, mininterval=1
+        ) as bar:
+            show = functools.partial(bar.set_description, refresh=sys.stderr.isatty())
+            show("roofline")
             for dtype in dict.fromkeys(case.dtype for case in cases):
                 self._measure_roofline(dtype)
             self.save(self)
             for first in range(0, len(cases), ahead):
                 mark = time.monotonic()
                 chunk = cases[first : first + ahead]
-                bar.set_description(f"compile {len(chunk)} cases")
+                show(f"compile {len(chunk)} cases")
                 programs = self._compile(chunk)
                 compile_s = (time.monotonic() - mark) / len(chunk)
                 for case in chunk:
                     mark = time.monotonic()
                     expected_s = max(longest, 2 * compile_s)
                     if self.budget_s and mark - began + expected_s > self.budget_s:
-                        bar.set_description("stopped by the budget")
+                        show("stopped by the budget")
                         return
-                    bar.set_description(case.label)
+                    show(case.label)
                     done = self._measure(case, programs.pop(case))
                     self.results += done
                     bar.write(summary(done))
@@ -96,18 +102,20 @@ class Session:
             for mode in self.protocol.modes
         }
 
-    def _compile(self, chunk: list[Case]) -> dict[Case, dict[str, object]]:
-        """The program of each case and peer, or the exception that came instead."""
+    def _compile(self, chunk: list[Case]) -> dict[Case, dict[str | None, Any]]:
+        """The check and the programs of each case, or the exceptions that came."""
 
         def build(case, name):
             try:
-                return PEERS[name](case)
+                return (checks.DenseSlice if name is None else PEERS[name])(case)
             except Exception as error:
                 return error
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
             futures = {
-                case: {name: pool.submit(build, case, name) for name in self.peers}
+                case: {
+                    name: pool.submit(build, case, name) for name in (None, *self.peers)
+                }
                 for case in chunk
             }
             return {
@@ -115,24 +123,28 @@ class Session:
                 for case, by_name in futures.items()
             }
 
-    def _measure(self, case: Case, programs: dict[str, object]) -> list[Result]:
+    def _measure(self, case: Case, programs: dict[str | None, Any]) -> list[Result]:
         """One case: every peer runs and is checked, then they are timed in turns."""
         results = {name: Result(case, name) for name in self.peers}
-        inputs = make_inputs(case, self.seed)
-        truth = checks.dense_slice(case, inputs)
+        try:
+            inputs = make_inputs(case, self.seed)
+            truth = _or_raise(programs.pop(None))(inputs)
+        except Exception as error:
+            for result in results.values():
+                _explain(result, error)
+            return list(results.values())
         anchor = None
         ready = {}
         for name in self.peers:
-            result, program = results[name], programs.pop(name)
+            result = results[name]
             try:
-                if isinstance(program, Exception):
-                    raise program
-                result.memory_bytes = program.memory  # pyright: ignore
+                program = _or_raise(programs.pop(name))
+                result.memory_bytes = program.memory
                 if self._skip(result):
                     continue
-                program.load(inputs)  # pyright: ignore
+                program.load(inputs)
                 raw, call_s = timing.first_calls(program)
-                arrays = program.arrays(raw)  # pyright: ignore
+                arrays = program.arrays(raw)
                 result.deviation, problem = checks.check(case, arrays, truth, anchor)
             except Exception as error:
                 _explain(result, error)
@@ -172,6 +184,12 @@ class Session:
             result.status = "out of memory"
             result.detail = f"needs {needed / 2**30:.1f} GiB"
         return result.status != "ok"
+
+
+def _or_raise(built):
+    if isinstance(built, Exception):
+        raise built
+    return built
 
 
 def _kind(result: Result) -> tuple:

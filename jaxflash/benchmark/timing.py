@@ -58,8 +58,10 @@ def measure_round(program, timing: Timing, protocol: Protocol, call_s: float) ->
 def _burst(program, timing: Timing, protocol: Protocol) -> float:
     try:
         kernel = program.kernel_seconds(protocol.burst_calls)
-    except (ImportError, AttributeError, RuntimeError):
-        kernel = None  # no CUPTI, or another profiler has it
+    except Exception:
+        # No CUPTI, or another profiler has it. What is wrong with the program itself
+        # shows again below.
+        kernel = None
     if kernel:
         timing.burst_clock = "device"
         return min(kernel)
@@ -81,15 +83,15 @@ def _wall(program, calls: int) -> float:
 
 
 def first_calls(program) -> tuple:
-    """Runs once, and once more if that was quick; returns (results, seconds)."""
-    results, seconds = None, math.inf
-    for _ in range(2):
-        began = time.perf_counter()
-        results = program.run()
-        program.wait(results)
-        seconds = time.perf_counter() - began
-        if seconds > LONG_CALL_S:
-            break
+    """Warms up; returns (results, about what a call in a row of calls takes)."""
+    began = time.perf_counter()
+    results = program.run()
+    program.wait(results)
+    seconds = time.perf_counter() - began
+    if seconds < LONG_CALL_S:
+        seconds = _wall(program, calls=1)
+        calls = min(20, math.ceil(0.05 / seconds))
+        seconds = _wall(program, calls)
     return results, seconds
 
 
