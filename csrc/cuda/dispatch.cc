@@ -133,10 +133,12 @@ bool no_rows(const jaxflash_attention_params& params) {
   return batch_size(params) == 0 || params.num_heads == 0;
 }
 
-// The float32 buffers of the backward pass, each from a multiple of the alignment on.
+// Where the buffers of the backward pass start, each on a multiple of the alignment.
 struct BackwardWorkspace {
+  size_t dq_accumulator;
   size_t lse_log2;
   size_t delta;
+  size_t dq_turn;
   size_t bytes;
 };
 
@@ -147,14 +149,17 @@ int64_t padded_rows(const jaxflash_attention_params& params) {
 BackwardWorkspace backward_workspace(const jaxflash_attention_params& params) {
   const int64_t head_dim = sm80::padded_head_dim(static_cast<int>(params.head_dim));
   const int64_t rows = batch_size(params) * params.num_heads * padded_rows(params);
-  const auto align = [](int64_t bytes) {
-    return static_cast<size_t>(divide_up(bytes, kWorkspaceAlignment)) *
-           kWorkspaceAlignment;
+  BackwardWorkspace workspace = {};
+  const auto reserve = [&](int64_t bytes) {
+    const size_t start = workspace.bytes;
+    workspace.bytes += static_cast<size_t>(divide_up(bytes, kWorkspaceAlignment)) *
+                       kWorkspaceAlignment;
+    return start;
   };
-  BackwardWorkspace workspace;
-  workspace.lse_log2 = align(rows * head_dim * 4);
-  workspace.delta = workspace.lse_log2 + align(rows * 4);
-  workspace.bytes = workspace.delta + align(rows * 4);
+  workspace.dq_accumulator = reserve(rows * head_dim * 4);
+  workspace.lse_log2 = reserve(rows * 4);
+  workspace.delta = reserve(rows * 4);
+  workspace.dq_turn = reserve(params.deterministic ? rows / sm80::kMinBlockQ * 4 : 0);
   return workspace;
 }
 
@@ -285,9 +290,10 @@ jaxflash_status jaxflash_attention_backward_cuda(
       forward.head_dim, {&forward.q, &forward.k, &forward.v, &forward.out,
                          &params->d_out, &params->dq, &params->dk, &params->dv});
   auto* bytes = static_cast<unsigned char*>(workspace);
-  arguments.dq_accumulator = reinterpret_cast<float*>(bytes);
+  arguments.dq_accumulator = reinterpret_cast<float*>(bytes + layout.dq_accumulator);
   arguments.lse_log2 = reinterpret_cast<float*>(bytes + layout.lse_log2);
   arguments.delta = reinterpret_cast<float*>(bytes + layout.delta);
+  arguments.dq_turn = reinterpret_cast<int*>(bytes + layout.dq_turn);
   const cudaError_t error = backward_launcher(forward.q.dtype, config)(
       arguments, static_cast<cudaStream_t>(stream));
   return error == cudaSuccess ? JAXFLASH_OK : cuda_failure("backward_sm80", error);

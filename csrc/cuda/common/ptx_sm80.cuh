@@ -100,6 +100,20 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   return y;
 }
 
+// "ld.acquire" and "red.release" at GPU scope: a counter that blocks pass on.
+__device__ __forceinline__ int ld_acquire_gpu(const int* address) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n"
+               : "=r"(value)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ void red_release_gpu_add(int* address, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;\n" ::"l"(address), "r"(value)
+               : "memory");
+}
+
 // "red.global.add.f32": adds each lane's four values to 128 floats at `address`, which
 // is the warp's. Where value i of a lane goes is what add_v4_index says: from sm_90 on
 // one vector instruction per lane, before it four that cover whole 128-byte lines.

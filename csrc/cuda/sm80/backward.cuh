@@ -177,6 +177,22 @@ __device__ __forceinline__ void store_float32(float* matrix, int64_t row_stride,
   }
 }
 
+// The order of float32 additions decides the last bits of dQ. Deterministic calls add
+// in the order of the keys: the blocks of keys that see a tile of rows are the first
+// ones of the head, and started before this one, so each waits for its predecessor.
+__device__ __forceinline__ void wait_for_turn(const int* turn, int number) {
+  if (threadIdx.x == 0) {
+    while (ld_acquire_gpu(turn) != number) __nanosleep(32);
+  }
+  __syncthreads();  // the additions of all blocks before are done
+}
+
+__device__ __forceinline__ void pass_turn(int* turn) {
+  __threadfence();
+  __syncthreads();  // the additions of this block are done
+  if (threadIdx.x == 0) red_release_gpu_add(turn, 1);
+}
+
 // The walk over the query heads of a group and the Q tiles of each.
 struct QueryTile {
   int head;
@@ -226,6 +242,7 @@ __global__ void __launch_bounds__(kBackwardConfigs[kConfigIndex].num_threads())
   const jaxflash_attention_backward_params& p = arguments.params;
   const jaxflash_attention_params& forward = p.forward;
   const bool vector_access = arguments.vector_access;
+  const bool deterministic = forward.deterministic != 0;
   const int num_kv_heads = static_cast<int>(forward.num_kv_heads);
   const int group_size = static_cast<int>(forward.num_heads) / num_kv_heads;
   // Blocks of one head run together and share its Q and dO in L2; the early ones,
@@ -409,6 +426,8 @@ __global__ void __launch_bounds__(kBackwardConfigs[kConfigIndex].num_threads())
       float* accumulator =
           arguments.dq_accumulator +
           dq_fragment<kHeadDim>(padded_row(current) + dq_row, dq_chunk);
+      int* turn = arguments.dq_turn + padded_row(current) / kMinBlockQ;
+      if (deterministic) wait_for_turn(turn, first_key / kBlockKV);
 #pragma unroll
       for (int m = 0; m < kDqRows; ++m) {
 #pragma unroll
@@ -416,6 +435,7 @@ __global__ void __launch_bounds__(kBackwardConfigs[kConfigIndex].num_threads())
           red_add_v4(accumulator + dq_fragment<kHeadDim>(16 * m, n), lane, dq[m][n]);
         }
       }
+      if (deterministic) pass_turn(turn);
     }
     current = next;
   }

@@ -117,6 +117,9 @@ __global__ void __launch_bounds__(kRowsThreads)
     accumulator[1] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
   if (col != 0) return;
+  if (forward.deterministic && index.row % kMinBlockQ == 0) {
+    arguments.dq_turn[index.padded / kMinBlockQ] = 0;
+  }
   const auto value_of_row = [&](const jaxflash_tensor& values) {
     return batch_pointer<const float>(
         values, batch)[index.head * values.strides[0] + index.row * values.strides[1]];

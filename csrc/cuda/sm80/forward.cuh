@@ -32,6 +32,7 @@
 #include "../common/element.cuh"
 #include "../common/problem.cuh"
 #include "../common/tile.cuh"
+#include "hidden_values.cuh"
 #include "launch.h"
 #include "tile_config.h"
 
@@ -62,6 +63,16 @@ struct ForwardRows {
         for (int i = 0; i < 4; ++i) o[m][n][i] = 0.f;
       }
     }
+  }
+
+  // An inf or NaN of V reaches all rows that visited its tile, so one row tells.
+  __device__ __forceinline__ bool first_row_nonfinite() const {
+    float probe = 0.f;
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      probe = fmaf(o[0][n][0], 0.f, fmaf(o[0][n][1], 0.f, probe));
+    }
+    return probe != 0.f;
   }
 
   // S = Q K^T. q addresses this warp's rows of the Q tile, k the K tile.
@@ -205,9 +216,10 @@ __device__ __forceinline__ void negate_tile(uint32_t tile) {
   }
 }
 
-template <class Element, int kConfigIndex>
-__global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads())
-    forward_kernel(const __grid_constant__ ForwardArguments arguments) {
+// The work of one block. kFiniteV: on a V whose hidden values are made finite. Returns
+// false, with nothing written, where that is needed.
+template <class Element, int kConfigIndex, bool kFiniteV>
+__device__ __forceinline__ bool forward_block(const ForwardArguments& arguments) {
   constexpr ForwardConfig kConfig = kForwardConfigs[kConfigIndex];
   constexpr int kHeadDim = kConfig.head_dim;
   constexpr int kBlockQ = kConfig.block_q;
@@ -308,15 +320,23 @@ __global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads())
         if (tile > 0) load_k(tile - 1, 0);
         cp_async_commit_group();
       }
+      if (kFiniteV && tile >= num_full_tiles) {
+        drop_nonfinite<Element, kBlockKV, kHeadDim, kThreads>(v_smem(stage));
+      }
       rows.softmax(scale_log2);
       rows.accumulate(operand_a<kHeadDim>(v_smem(stage), lane));
       stage = next_stage;
     };
     int tile = num_tiles - 1;
+    const int end_of_masked_tiles = kFiniteV ? 0 : num_full_tiles;
 #pragma unroll 1
-    for (; tile >= num_full_tiles; --tile) step(tile, /*masked=*/true);
+    for (; tile >= end_of_masked_tiles; --tile) step(tile, /*masked=*/true);
 #pragma unroll 1
     for (; tile >= 0; --tile) step(tile, /*masked=*/false);
+  }
+  // Only a causal block visits keys that some of its rows see and others do not.
+  if (!kFiniteV && visible.causal && __syncthreads_or(rows.first_row_nonfinite())) {
+    return false;
   }
 
   float* lse = batch_pointer<float>(p.lse, batch) + head * p.lse.strides[0];
@@ -368,6 +388,27 @@ __global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads())
   store_tile<16 * kRowTiles, kHeadDim, 32>(
       out, p.out.strides[0], static_cast<int>(p.q_len) - first_row - warp_row, head_dim,
       o_smem, lane, vector_access);
+  if (kFiniteV) {
+    __syncwarp();  // the rows written above are visible to the warp
+    add_visible_nonfinite(out, p.out.strides[0], v, p.v.strides[0], visible,
+                          num_full_tiles * kBlockKV, first_row + warp_row,
+                          min(first_row + warp_row + 16 * kRowTiles, visible.q_rows),
+                          head_dim, lane);
+  }
+  return true;
+}
+
+template <class Element, int kConfigIndex>
+__device__ __noinline__ void forward_block_again(const ForwardArguments& arguments) {
+  forward_block<Element, kConfigIndex, /*kFiniteV=*/true>(arguments);
+}
+
+template <class Element, int kConfigIndex>
+__global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads())
+    forward_kernel(const __grid_constant__ ForwardArguments arguments) {
+  if (!forward_block<Element, kConfigIndex, /*kFiniteV=*/false>(arguments)) {
+    forward_block_again<Element, kConfigIndex>(arguments);
+  }
 }
 
 template <class Element, int kConfigIndex>

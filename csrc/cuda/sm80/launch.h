@@ -33,6 +33,9 @@ struct BackwardArguments {
   float* dq_accumulator;  // [..., head dim of the configuration]
   float* lse_log2;        // lse * log2(e); +inf where a row takes no part
   float* delta;           // rowsum(d_out o out) - d_lse
+  // int32 [batch, N, num_rows_padded / kMinBlockQ], only for deterministic calls: how
+  // many blocks have added their part to a tile of dQ.
+  int* dq_turn;
 };
 
 // kConfigIndex: of kBackwardConfigs.

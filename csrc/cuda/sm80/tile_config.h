@@ -120,4 +120,6 @@ constexpr int padded_head_dim(int head_dim) {
 // Rows of the float32 dQ accumulator, lse and delta are padded to whole tiles.
 constexpr int kRowPadding = 128;
 
+constexpr int kMinBlockQ = 32;  // of kBackwardConfigs
+
 }  // namespace jaxflash::sm80
