@@ -35,15 +35,16 @@ VOCABULARY = 256  # bytes
 HELD_OUT_EVERY = 20  # one file of twenty is never trained on
 PROMPT = b"def "
 
-# width is the residual stream, length the context in bytes, both by backend.
+# By backend. width: of the residual stream. length: of the context, in bytes. seconds:
+# when training stops (0: never), so that a slow machine gets to see the end too.
 DEFAULTS = {
     "cpu": dict(
-        steps=400, batch=8, length=256, layers=4, heads=4, width=128,
-        learning_rate=3e-3, dtype="float32",
+        steps=400, batch=4, length=512, layers=4, heads=4, width=128,
+        learning_rate=3e-3, dtype="float32", seconds=150.0,
     ),
     "gpu": dict(
         steps=1500, batch=16, length=2048, layers=12, heads=6, width=768,
-        learning_rate=6e-4, dtype="bfloat16",
+        learning_rate=6e-4, dtype="bfloat16", seconds=0.0,
     ),
 }  # fmt: skip
 
@@ -187,6 +188,7 @@ def train(args, log):
 
     rng = np.random.default_rng(args.seed)
     log["training_loss"], log["held_out_loss"] = [], [[0, held_out_loss()]]
+    log["tokens_per_s"] = 0.0
     training_s, began = 0.0, time.perf_counter()
     bar = tqdm(range(1, args.steps + 1), unit="step", mininterval=0.5)
     for step in bar:
@@ -204,7 +206,7 @@ def train(args, log):
         bar.set_postfix(
             loss=f"{log['training_loss'][-1]:.3f}",
             held_out=f"{log['held_out_loss'][-1][1]:.3f}",
-            tokens_per_s=f"{log.get('tokens_per_s', 0):,.0f}",
+            tokens_per_s=f"{log['tokens_per_s']:,.0f}",
             refresh=False,
         )
         if args.seconds and time.perf_counter() - began > args.seconds:
@@ -213,10 +215,10 @@ def train(args, log):
             log["held_out_loss"].append([step, held_out_loss()])
             break
 
-    prompt = np.zeros((1, args.length), np.int32)
+    prompt = np.zeros((1, min(args.length, len(PROMPT) + args.sample)), np.int32)
     prompt[0, : len(PROMPT)] = list(PROMPT)
     sample = np.asarray(generate(parameters, prompt, jax.random.key(args.seed)))[0]
-    log["sample"] = bytes(sample[: args.sample].tolist()).decode("latin-1")
+    log["sample"] = bytes(sample.tolist()).decode("latin-1")
 
 
 def plot(folder):
@@ -258,7 +260,6 @@ def parse(argv=None):
     parser.add_argument("--eval-every", type=int, default=50)
     parser.add_argument("--eval-batches", type=int, default=4)
     parser.add_argument("--sample", type=int, default=400, help="bytes to print")
-    parser.add_argument("--seconds", type=float, help="stop training after this time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, default="out/train_gpt")
     args = parser.parse_args(argv)
