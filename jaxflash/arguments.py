@@ -58,9 +58,7 @@ def _shape(name: str, x: Array, want: Sequence[int | None], letters: str) -> Non
     )
     if not fits:
         text = ", ".join("*" if w is None else str(w) for w in want)
-        raise ValueError(
-            f"{name} must have shape {letters} = [{text}], got {x.shape}"
-        )
+        raise ValueError(f"{name} must have shape {letters} = [{text}], got {x.shape}")
 
 
 def query_key_value(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array]:
@@ -83,7 +81,9 @@ def query_key_value(query: Any, key: Any, value: Any) -> tuple[Array, Array, Arr
         )
     *batch, _, num_heads, head_dim = q.shape
     if head_dim == 0:
-        raise ValueError(f"query must have a head dim H of at least 1, got 0: {q.shape}")
+        raise ValueError(
+            f"query must have a head dim H of at least 1, got 0: {q.shape}"
+        )
     _shape("key", k, (*batch, None, None, head_dim), "[*batch, S, K, H]")
     kv_len, num_kv_heads = k.shape[-3:-1]
     _shape("value", v, (*batch, kv_len, num_kv_heads, None), "[*batch, S, K, Hv]")
@@ -108,8 +108,7 @@ def broadcastable(name: str, x: Any, full: tuple[int, ...]) -> Array:
     if len(full) == 3 and x.ndim == 4 and shape[0] == 1:
         shape = shape[1:]  # jax.nn takes four axes also where query has three
     fits = len(shape) <= len(full) and all(
-        size in (1, want)
-        for size, want in zip(shape[::-1], full[::-1], strict=False)
+        size in (1, want) for size, want in zip(shape[::-1], full[::-1], strict=False)
     )
     if not fits:
         raise ValueError(

@@ -1,6 +1,6 @@
 """The public function: arguments in, one Spec and its operands out."""
 
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import Array

@@ -13,7 +13,7 @@ from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jaxflash import compat
-from jaxflash.spec import IMPLEMENTATIONS, KERNELS, Spec, batch_shape, core_rank
+from jaxflash.spec import KERNELS, Spec, batch_shape, core_rank
 
 # Platforms with kernels, in JAX's spelling for lowering, and the name under which the
 # FFI registers targets for them.
@@ -165,12 +165,12 @@ def call(
     module = load(backend)
     assert isinstance(module, ModuleType)
     avals = dict(zip(names, ctx.avals_in, strict=True))
-    (q_len, num_heads, head_dim), dtype = avals["query"].shape[-3:], avals["query"].dtype
+    q_len, num_heads, head_dim = avals["query"].shape[-3:]
     kv_len, num_kv_heads, _ = avals["key"].shape[-3:]
     batch = batch_shape(names, [aval.shape for aval in ctx.avals_in])
     workspace = module.workspace_bytes(
         direction,
-        jnp.dtype(dtype).name,
+        avals["query"].dtype.name,
         math.prod(batch),
         q_len,
         kv_len,

@@ -20,10 +20,11 @@ and d_s is pulled back through the score function for all other gradients. tange
 backward take out and lse as independent inputs, so jax.jvp of them gives exact second
 derivatives.
 
-Scores are [*batch, K, G, T, S] with N = K * G. Every operand is brought to that layout
-first, its batch axes aligned to one rank, with size 1 where it does not vary.
+Arrays are in the layout of jaxflash.layout, where all of them broadcast against scores
+[*batch, K, G, T, S].
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -31,10 +32,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxflash import compat
+from jaxflash.layout import Arrays, Call
 from jaxflash.philox import keep_mask
-from jaxflash.spec import UNLIMITED, Spec, accumulator, batch_shape, core_rank, lead
-
-Arrays = dict[str, Array]
+from jaxflash.spec import UNLIMITED, Spec
 
 # Arrays that are cut into blocks of keys, and the axis that is cut.
 _KEY_AXIS = {"key": -3, "value": -3, "raw_value": -3, "key_taint": -1, "bias": -1}
@@ -43,129 +43,25 @@ _KEY_AXIS |= {"t_bias": -1}
 # Scores in one block of keys: bounds the temporaries of a step to some 64 MB.
 _BLOCK_ELEMENTS = 2**24
 _MIN_BLOCK, _MAX_BLOCK = 32, 512
-_PRECISION = (lax.Precision.HIGHEST, lax.Precision.HIGH, lax.Precision.DEFAULT)
+
+# Products: scores from rows and keys, rows from scores and keys, keys from scores and
+# rows; query keeps its own order of axes.
+_QUERY_KEY = "...tkgh,...skh->...kgts"
+_ROWS_KEY = "...kgth,...skh->...kgts"
+_TO_QUERY = "...kgts,...skh->...tkgh"
+_TO_ROWS = "...kgts,...skh->...kgth"
+_QUERY_TO_KEY = "...kgts,...tkgh->...skh"
+_ROWS_TO_KEY = "...kgts,...kgth->...skh"
 
 
-class _Call:
-    """One call: its spec and shapes, and how arrays enter and leave the layout."""
-
-    def __init__(self, spec: Spec, names: Sequence[str], arrays: Sequence[Array]):
-        self.spec = spec
-        self.given = dict(zip(names, arrays, strict=True))
-        kinds = [name.removeprefix("t_") for name in names]
-        self.batch = batch_shape(kinds, [array.shape for array in arrays])
-        self.dtype = self.given["query"].dtype
-        self.wide = accumulator(self.dtype)
-        self.q_len, self.num_heads, _ = self.given["query"].shape[-3:]
-        self.kv_len, self.num_kv_heads, _ = self.given["key"].shape[-3:]
-        self.value_dim = self.given["value"].shape[-1]
-        self.group = self.num_heads // max(self.num_kv_heads, 1)
-        self.rows = (*self.batch, self.num_kv_heads, self.group, self.q_len)
-
-    def _core(self, name: str, core: tuple[int, ...]) -> tuple[int, ...]:
-        heads = (self.num_kv_heads, self.group)
-        match name:
-            case "key" | "value":
-                return core
-            case "query" | "out" | "d_out":
-                return (core[0], *heads, core[2])
-            case "bias" | "mask":
-                return (*(heads if core[0] == self.num_heads else (1, 1)), *core[1:])
-            case "lse" | "d_lse":
-                return (*heads, core[1], 1)
-            case "sinks" | "alibi_slopes":
-                return (*heads, 1, 1)
-            case "query_segment_ids":
-                return (1, 1, core[0], 1)
-            case "dropout_seed":
-                return (1, 1, 1, 1, 2)
-        return (1, 1, 1, *(core or (1,)))
-
-    def _reshape(self, name: str, array: Array) -> Array:
-        batch = lead(name, array.shape)
-        pad = (1,) * (len(self.batch) - len(batch))
-        core = self._core(name, array.shape[len(batch) :])
-        return array.reshape(*pad, *batch, *core)
-
-    def enter(self, name: str, array: Array) -> Array:
-        """An array in the score layout, floats widened."""
-        kind = name.removeprefix("t_")
-        array = self._reshape(kind, array)
-        if kind in ("query", "key", "value"):
-            # NaN times a weight of zero is NaN: what is not finite stays out of every
-            # product, and taints put it back where it is seen.
-            finite = jnp.isfinite(self._reshape(kind, self.given[kind]))
-            array = jnp.where(finite, array, jnp.zeros_like(array))
-        if jnp.issubdtype(array.dtype, jnp.floating):
-            array = array.astype(self.wide)
-        return jnp.moveaxis(array, -4, -2) if name in ("out", "d_out") else array
-
-    def leave(self, name: str, array: Array) -> Array:
-        """The inverse of enter; keeps the batch axes that `array` has."""
-        if name == "out":
-            array = jnp.moveaxis(array, -2, -4)
-            core = (self.q_len, self.num_heads, self.value_dim)
-            return array.reshape(*self.batch, *core).astype(self.dtype)
-        if name == "lse":
-            return array.reshape(*self.batch, self.num_heads, self.q_len)
-        given = self.given[name]
-        core = given.shape[given.ndim - core_rank(name) :]
-        batch = array.shape[: len(self.batch)]
-        return array.reshape(*batch, *core).astype(given.dtype)
-
-    def einsum(self, subscripts: str, *arrays: Array) -> Array:
-        # 16-bit inputs were widened without loss, so one TF32 pass multiplies them
-        # exactly; only float32 inputs need the products of several.
-        narrow = jnp.finfo(self.dtype).bits == 16
-        precision = _PRECISION[-1 if narrow else self.spec.precision]
-        return jnp.einsum(subscripts, *arrays, precision=precision)
-
-    def round(self, p: Array) -> Array:
-        """p as the kernels multiply it: rounded to the input dtype."""
-        if self.dtype == self.wide:
-            return p
-        info = jnp.finfo(self.dtype)
-        return lax.reduce_precision(p, info.nexp, info.nmant)
-
-    def weigh(self, p: Array, value: Array) -> Array:
-        """p v."""
-        return self.einsum("...kgts,...skh->...kgth", self.round(p), value)
-
-    def enter_all(self) -> Arrays:
-        """All arrays in the score layout, and what the formula needs beside them."""
-        x = {name: self.enter(name, array) for name, array in self.given.items()}
-        q, k, x["raw_value"] = (
-            self._reshape(name, self.given[name]) for name in ("query", "key", "value")
-        )
-        q_taint, k_taint = (
-            jnp.where(jnp.isfinite(array).all(-1), 0, jnp.nan).astype(self.wide)
-            for array in (q, k)
-        )
-        x["query_taint"] = jnp.moveaxis(q_taint, -3, -1)[..., None]
-        x["key_taint"] = jnp.swapaxes(k_taint, -1, -2)[..., None, None, :]
-        return x
-
-    def positions(self, x: Arrays, j: Array) -> tuple[Array, Array, Array]:
-        """Query index i, key index j and j - (i + query_offset), ready to broadcast."""
-        ones = (1,) * (len(self.rows) - 1)
-        i = jnp.arange(self.q_len, dtype=jnp.int32).reshape(*ones, -1, 1)
-        j = j.reshape(*ones, 1, -1)
-        offset = x.get("query_offset", jnp.zeros((1,) * i.ndim, jnp.int32))
-        return i, j, j - i - offset
-
-    def distance(self, x: Arrays, j: Array) -> Array:
-        """|i + query_offset - j| as a float."""
-        return jnp.abs(self.positions(x, j)[2]).astype(self.wide)
-
-
-def _scores(call: _Call, x: Arrays, j: Array) -> tuple[Array, Array, Array | float]:
+def _scores(call: Call, x: Arrays, j: Array) -> tuple[Array, Array, Array | float]:
     """Scores of every query with the keys j, nothing hidden yet.
 
     Returns:
         The scores, q k^T, and d(scores) / d(scale * q k^T).
     """
     softcap = call.spec.softcap
-    product = call.einsum("...tkgh,...skh->...kgts", x["query"], x["key"])
+    product = call.einsum(_QUERY_KEY, x["query"], x["key"])
     s, slope = x["scale"] * product, 1.0
     if softcap:
         capped = jnp.tanh(s / softcap)
@@ -178,14 +74,14 @@ def _scores(call: _Call, x: Arrays, j: Array) -> tuple[Array, Array, Array | flo
 
 
 def _tangent_scores(
-    call: _Call, x: Arrays, j: Array, product: Array, slope: Array | float
+    call: Call, x: Arrays, j: Array, product: Array, slope: Array | float
 ) -> Array:
     """Derivative of the scores in the direction of the t_ arrays."""
     t = jnp.zeros_like(product)
     if "t_query" in x:
-        t = t + call.einsum("...tkgh,...skh->...kgts", x["t_query"], x["key"])
+        t = t + call.einsum(_QUERY_KEY, x["t_query"], x["key"])
     if "t_key" in x:
-        t = t + call.einsum("...tkgh,...skh->...kgts", x["query"], x["t_key"])
+        t = t + call.einsum(_QUERY_KEY, x["query"], x["t_key"])
     t = x["scale"] * t
     if "t_scale" in x:
         t = t + x["t_scale"] * product
@@ -198,7 +94,7 @@ def _tangent_scores(
 
 
 def _score_gradients(
-    call: _Call, x: Arrays, j: Array, product: Array, slope: Array | float, d_s: Array
+    call: Call, x: Arrays, j: Array, product: Array, slope: Array | float, d_s: Array
 ) -> Arrays:
     """The transpose of _tangent_scores, not yet summed over what is shared."""
     grads = {"bias": d_s}
@@ -207,12 +103,12 @@ def _score_gradients(
     d_s = slope * d_s
     grads["scale"] = d_s * product
     d_s = x["scale"] * d_s
-    grads["query"] = call.einsum("...kgts,...skh->...tkgh", d_s, x["key"])
-    grads["key"] = call.einsum("...kgts,...tkgh->...skh", d_s, x["query"])
+    grads["query"] = call.einsum(_TO_QUERY, d_s, x["key"])
+    grads["key"] = call.einsum(_QUERY_TO_KEY, d_s, x["query"])
     return grads
 
 
-def _hide(call: _Call, x: Arrays, j: Array, s: Array) -> Array:
+def _hide(call: Call, x: Arrays, j: Array, s: Array) -> Array:
     """s with -inf where (i, j) is hidden and NaN where it is seen and not finite."""
     spec = call.spec
     i, j, distance = call.positions(x, j)
@@ -234,23 +130,21 @@ def _hide(call: _Call, x: Arrays, j: Array, s: Array) -> Array:
     return jnp.where(seen, s + x["query_taint"] + x["key_taint"], -jnp.inf)
 
 
-def _keep(call: _Call, x: Arrays, j: Array) -> Array | float:
+def _keep(call: Call, x: Arrays, j: Array) -> Array | float:
     """Dropout's factor of each attention weight: 0 or 1 / (1 - rate)."""
     rate = call.spec.dropout_rate
     if not rate:
         return 1.0
     n = jnp.arange(call.num_heads, dtype=jnp.uint32)
-    n = n.reshape(*(1,) * len(call.batch), call.num_kv_heads, call.group, 1, 1)
+    n = n.reshape(*(1,) * len(call.batch), *call.heads, 1, 1)
     i, _, _ = call.positions(x, j)
     keep = keep_mask(rate, x["dropout_seed"], n, i.astype(jnp.uint32), j)
     return jnp.where(keep, 1 / (1 - rate), 0).astype(call.wide)
 
 
-def _over_keys(call: _Call, x: Arrays, step: Callable, carry):
+def _over_keys(call: Call, x: Arrays, step: Callable, carry):
     """Folds carry = step(carry, block of x, its key positions) over blocks of keys."""
-    rows = max(call.rows[0], 1)
-    for size in call.rows[1:]:
-        rows *= max(size, 1)
+    rows = max(math.prod(call.rows), 1)
     block_len = min(max(_BLOCK_ELEMENTS // rows, _MIN_BLOCK), _MAX_BLOCK)
     if call.kv_len <= block_len:
         return step(carry, x, jnp.arange(call.kv_len, dtype=jnp.int32))
@@ -272,7 +166,7 @@ def _over_keys(call: _Call, x: Arrays, step: Callable, carry):
     return lax.scan(body, carry, firsts)[0]
 
 
-def _non_finite_values(call: _Call, x: Arrays) -> Array:
+def _non_finite_values(call: Call, x: Arrays) -> Array:
     """What inf and NaN in value add to out: only to the rows that see them."""
 
     def step(carry, block, j):
@@ -282,7 +176,7 @@ def _non_finite_values(call: _Call, x: Arrays) -> Array:
         seen = jnp.where(jnp.isneginf(s), 0, jnp.ones_like(s))
         v = block["raw_value"]
         return tuple(
-            total + call.einsum("...kgts,...skh->...kgth", seen, bad.astype(call.wide))
+            total + call.einsum(_TO_ROWS, seen, bad.astype(call.wide))
             for total, bad in zip(carry, (~(v < jnp.inf), ~(v > -jnp.inf)), strict=True)
         )
 
@@ -300,8 +194,8 @@ def _non_finite_values(call: _Call, x: Arrays) -> Array:
 
 def attention(spec: Spec, *operands: Array) -> tuple[Array, Array]:
     """(out, lse [*batch, N, T]): the formula line by line, for plain JAX to derive."""
-    call = _Call(spec, spec.operands, operands)
-    x = call.enter_all()
+    call = Call(spec, spec.operands, operands)
+    x = call.enter()
     j = jnp.arange(call.kv_len, dtype=jnp.int32)
     s = _hide(call, x, j, _scores(call, x, j)[0])
     sinks = jnp.broadcast_to(x.get("sinks", -jnp.inf), (*call.rows, 1))
@@ -313,23 +207,17 @@ def attention(spec: Spec, *operands: Array) -> tuple[Array, Array]:
     total = e.sum(-1, keepdims=True) + jnp.exp(sinks - peak)
     empty = total == 0
     total = jnp.where(empty, 1, total)
-    out = call.weigh(e / total * _keep(call, x, j), x["value"])
+    out = call.einsum(_TO_ROWS, call.round(e / total * _keep(call, x, j)), x["value"])
     out = jnp.where(swamped, 0, out) + _non_finite_values(call, x)
     lse = jnp.where(swamped, jnp.inf, peak + jnp.log(total))
-    lse = jnp.where(empty | _padded(call, x), -jnp.inf, lse)
-    return call.leave("out", out), call.leave("lse", lse)
-
-
-def _padded(call: _Call, x: Arrays) -> Array:
-    """Rows past the query length."""
-    i, _, _ = call.positions(x, jnp.zeros(1, jnp.int32))
-    return i >= x.get("query_seq_lengths", call.q_len)
+    lse = jnp.where(empty | call.padded(x), -jnp.inf, lse)
+    return call.leave(out, lse)
 
 
 def forward(spec: Spec, *operands: Array) -> tuple[Array, Array]:
     """(out, lse [*batch, N, T]) by the online softmax over blocks of keys."""
-    call = _Call(spec, spec.operands, operands)
-    x = call.enter_all()
+    call = Call(spec, spec.operands, operands)
+    x = call.enter()
 
     def step(carry, block, j):
         row_max, row_sum, acc = carry
@@ -338,7 +226,9 @@ def forward(spec: Spec, *operands: Array) -> tuple[Array, Array]:
         decay = jnp.exp(jnp.where(row_max == new_max, 0, row_max - new_max))
         p = jnp.exp(s - jnp.where(jnp.isneginf(new_max), 0, new_max))
         row_sum = decay * row_sum + p.sum(-1, keepdims=True)
-        acc = decay * acc + call.weigh(p * _keep(call, block, j), block["value"])
+        acc = decay * acc + call.einsum(
+            _TO_ROWS, call.round(p * _keep(call, block, j)), block["value"]
+        )
         return new_max, row_sum, acc
 
     # A sink is one more key that was seen first and has no value.
@@ -350,12 +240,12 @@ def forward(spec: Spec, *operands: Array) -> tuple[Array, Array]:
     empty = row_sum == 0
     total = jnp.where(empty, 1, row_sum)
     out = acc / total + _non_finite_values(call, x)
-    lse = jnp.where(empty | _padded(call, x), -jnp.inf, row_max + jnp.log(total))
-    return call.leave("out", out), call.leave("lse", lse)
+    lse = jnp.where(empty | call.padded(x), -jnp.inf, row_max + jnp.log(total))
+    return call.leave(out, lse)
 
 
 def _weights(s: Array, lse: Array) -> Array:
-    """p = exp(s - lse); rows that attend to nothing have lse = -inf, or a sink's inf."""
+    """p = exp(s - lse); 0 where a row sees nothing, or only an infinite sink."""
     return jnp.exp(s - jnp.where(jnp.isinf(lse), jnp.inf, lse))
 
 
@@ -372,8 +262,8 @@ def tangent(spec: Spec, names: Sequence[str], *arrays: Array) -> tuple[Array, Ar
         *arrays: the operands, out, lse, and one tangent per name.
     """
     t_names = ["t_" + name for name in names]
-    call = _Call(spec, (*spec.operands, "out", "lse", *t_names), arrays)
-    x = call.enter_all()
+    call = Call(spec, (*spec.operands, "out", "lse", *t_names), arrays)
+    x = call.enter()
 
     def step(carry, block, j):
         acc, t_lse = carry
@@ -384,9 +274,9 @@ def tangent(spec: Spec, names: Sequence[str], *arrays: Array) -> tuple[Array, Ar
         p = _weights(s, block["lse"])
         keep = _keep(call, block, j)
         t_lse = t_lse + (p * t_s).sum(-1, keepdims=True)
-        acc = acc + call.einsum("...kgts,...skh->...kgth", keep * p * t_s, block["value"])
+        acc = acc + call.einsum(_TO_ROWS, keep * p * t_s, block["value"])
         if "t_value" in block:
-            acc = acc + call.weigh(keep * p, block["t_value"])
+            acc = acc + call.einsum(_TO_ROWS, call.round(keep * p), block["t_value"])
         return acc, t_lse
 
     t_lse = jnp.zeros((*call.rows, 1), call.wide)
@@ -394,7 +284,7 @@ def tangent(spec: Spec, names: Sequence[str], *arrays: Array) -> tuple[Array, Ar
         t_lse = t_lse + _sink_weights(x) * x["t_sinks"]
     acc = jnp.zeros((*call.rows, call.value_dim), call.wide)
     acc, t_lse = _over_keys(call, x, step, (acc, t_lse))
-    return call.leave("out", acc - t_lse * x["out"]), call.leave("lse", t_lse)
+    return call.leave(acc - t_lse * x["out"], t_lse)
 
 
 def backward(
@@ -414,8 +304,8 @@ def backward(
             because it is shared; they stay with size 1.
         *arrays: one per name.
     """
-    call = _Call(spec, names, arrays)
-    x = call.enter_all()
+    call = Call(spec, names, arrays)
+    x = call.enter()
     rank = len(call.batch)
     batches = {
         name: tuple(
@@ -434,11 +324,11 @@ def backward(
         s = _hide(call, block, j, s)
         p = _weights(s, block["lse"])
         keep = _keep(call, block, j)
-        d_p = call.einsum("...kgth,...skh->...kgts", d_out, block["value"])
+        d_p = call.einsum(_ROWS_KEY, d_out, block["value"])
         d_s = jnp.where(jnp.isneginf(s), 0, p * (keep * d_p - delta))
         parts = _score_gradients(call, block, j, product, slope, d_s)
         p = call.round(keep * p)
-        parts["value"] = call.einsum("...kgts,...kgth->...skh", p, d_out)
+        parts["value"] = call.einsum(_ROWS_TO_KEY, p, d_out)
         return {
             name: _add_block(
                 grads[name],
@@ -458,7 +348,7 @@ def backward(
     if "sinks" in wanted:
         shape = batches["sinks"] + x["sinks"].shape[rank:]
         grads["sinks"] = _sum_to(-_sink_weights(x) * delta, shape)
-    return tuple(call.leave(name, grads[name]) for name in wanted)
+    return tuple(call.leave_gradient(name, grads[name]) for name in wanted)
 
 
 def _sum_to(array: Array, shape: Sequence[int]) -> Array:

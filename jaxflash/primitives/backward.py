@@ -56,10 +56,11 @@ def _abstract_eval(*avals, spec: Spec, wanted, summed):
 
 def _lower(ctx, *operands, spec: Spec, wanted, summed, platform: str | None):
     names = _names(operands, spec)
-    if ffi.choose(spec, ctx.avals_in, platform) == "reference":
+    backend = ffi.choose(spec, ctx.avals_in, platform)
+    if backend == "reference":
         function = partial(reference.backward, spec, names, wanted, summed)
         return compat.lower_function(ctx, function, *operands)
-    return ffi.call_backward(ctx, operands, platform, spec, names, wanted, summed)
+    return ffi.call_backward(ctx, operands, backend, spec, names, wanted, summed)
 
 
 def _batch(operands, dims, *, spec: Spec, wanted, summed):

@@ -1,6 +1,7 @@
 """What the rules of the three primitives share."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,25 +45,23 @@ def result_aval(
     names: Sequence[str],
     avals: Sequence[ShapedArray],
 ) -> ShapedArray:
-    """Type of a result shaped like operand `name`, sharded as the operands are.
+    """Type of a result shaped like operand `name`.
 
-    Explicit shardings: batch axes take the first sharding that an operand has there,
-    head axes that of the operand which the result is shaped like (out and lse: query).
+    Explicit shardings: each batch axis is sharded as in the first operand that shards
+    it, the heads as in that operand, or in query for out and lse.
     """
     like = avals[names.index(name if name in names else "query")]
     rank = len(shape) - core_rank(name)
-    spec: list = [None] * len(shape)
+    spec: list[Any] = [None] * len(shape)
     for operand, aval in zip(names, avals, strict=True):
-        axes = tuple(aval.sharding.spec) + (None,) * aval.ndim
-        for axis in range(-min(rank, aval.ndim - core_rank(operand)), 0):
-            if aval.shape[axis - core_rank(operand)] == shape[rank + axis] != 1:
-                at = aval.ndim - core_rank(operand) + axis
-                spec[rank + axis] = spec[rank + axis] or axes[at]
+        own = len(lead(operand, aval.shape))
+        for axis in range(-min(rank, own), 0):
+            if aval.shape[own + axis] == shape[rank + axis]:
+                spec[rank + axis] = spec[rank + axis] or aval.sharding.spec[own + axis]
         if aval is like:
-            for letter in "NK":
-                if letter in CORE_AXES[name] and letter in CORE_AXES[operand]:
-                    at = aval.ndim - core_rank(operand) + CORE_AXES[operand].index(letter)
-                    spec[rank + CORE_AXES[name].index(letter)] = axes[at]
+            for letter in set(CORE_AXES[name]) & set(CORE_AXES[operand]) & set("NK"):
+                axis = own + CORE_AXES[operand].index(letter)
+                spec[rank + CORE_AXES[name].index(letter)] = aval.sharding.spec[axis]
     sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*spec))
     return like.update(
         shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding
@@ -84,6 +83,4 @@ def jvp_of_reference(function, primals, tangents):
             arrays[i] = array
         return function(*arrays)
 
-    return jax.jvp(
-        of_live, [primals[i] for i in live], [tangents[i] for i in live]
-    )[1]
+    return jax.jvp(of_live, [primals[i] for i in live], [tangents[i] for i in live])[1]

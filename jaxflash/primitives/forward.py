@@ -40,12 +40,11 @@ def _abstract_eval(*avals, spec: Spec):
 
 
 def _lower(ctx, *operands, spec: Spec, platform: str | None):
-    if ffi.choose(spec, ctx.avals_in, platform) == "reference":
+    backend = ffi.choose(spec, ctx.avals_in, platform)
+    if backend == "reference":
         return compat.lower_function(ctx, partial(reference.forward, spec), *operands)
-    results = zip(("out", "lse"), ctx.avals_out, strict=True)
-    return ffi.call(
-        ctx, operands, platform, "forward", spec, spec.operands, list(results)
-    )
+    results = list(zip(("out", "lse"), ctx.avals_out, strict=True))
+    return ffi.call(ctx, operands, backend, "forward", spec, spec.operands, results)
 
 
 def _batch(operands, dims, *, spec: Spec):

@@ -60,41 +60,35 @@ def _jvp(primals, change, *, spec: Spec, tangents: tuple[str, ...]):
 
 def _transpose(cotangents, *operands, spec: Spec, tangents: tuple[str, ...]):
     count = len(operands) - len(tangents)
-    residuals, linear = operands[:count], operands[count:]
+    linear = dict(zip(tangents, operands[count:], strict=True))
+    shapes = {
+        name: t.aval.shape for name, t in linear.items() if ad.is_undefined_primal(t)
+    }
     d_out, d_lse = cotangents
     if type(d_out) is ad.Zero:
         d_out = ad.instantiate_zeros(d_out)
-    cotangents = (d_out,) if type(d_lse) is ad.Zero else (d_out, d_lse)
-    wanted = tuple(
-        name
-        for name, t in zip(tangents, linear, strict=True)
-        if ad.is_undefined_primal(t)
-    )
-    shapes = {
-        name: t.aval.shape if ad.is_undefined_primal(t) else t.shape
-        for name, t in zip(tangents, linear, strict=True)
-    }
-    rank = d_out.ndim - 3
-    summed = tuple(
-        _shared_axes(lead(name, shapes[name]), d_out.shape[:rank]) for name in wanted
-    )
+    residuals = (*operands[:count], d_out)
+    if type(d_lse) is not ad.Zero:
+        residuals = (*residuals, d_lse)
+    batch = lead("d_out", d_out.shape)
     grads = attention_backward(
-        *residuals, *cotangents, spec=spec, wanted=wanted, summed=summed
+        *residuals,
+        spec=spec,
+        wanted=tuple(shapes),
+        summed=tuple(_shared(lead(name, shapes[name]), batch) for name in shapes),
     )
-    by_name = {
+    done = {
         name: grad.reshape(shapes[name])
-        for name, grad in zip(wanted, grads, strict=True)
+        for name, grad in zip(shapes, grads, strict=True)
     }
-    return [None] * count + [by_name.get(name) for name in tangents]
+    return [None] * count + [done.get(name) for name in tangents]
 
 
-def _shared_axes(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
+def _shared(own: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
     """Batch axes, counted from the right, along which an operand does not vary."""
     own = (1,) * (len(batch) - len(own)) + own
     return tuple(
-        axis
-        for axis in range(-len(batch), 0)
-        if own[axis] == 1 and batch[axis] != 1
+        axis for axis in range(-len(batch), 0) if own[axis] == 1 and batch[axis] != 1
     )
 
 
