@@ -218,7 +218,10 @@ def train(args, log):
     prompt = np.zeros((1, min(args.length, len(PROMPT) + args.sample)), np.int32)
     prompt[0, : len(PROMPT)] = list(PROMPT)
     sample = np.asarray(generate(parameters, prompt, jax.random.key(args.seed)))[0]
-    log["sample"] = bytes(sample.tolist()).decode("latin-1")
+    log["sample"] = "".join(
+        chr(byte) if byte == 10 or 32 <= byte < 127 else "\N{MIDDLE DOT}"
+        for byte in sample
+    )
 
 
 def plot(folder):

@@ -31,8 +31,11 @@ def describe() -> dict:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that a new array can have."""
-    return _meminfo("MemAvailable")
+    """Bytes that new arrays on the default device can have."""
+    if jax.default_backend() == "cpu":
+        return _meminfo("MemAvailable")
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit", 2**62) - stats.get("bytes_in_use", 0)
 
 
 def _versions() -> dict[str, str]:

@@ -58,7 +58,12 @@ class Session:
     def run(self, cases: list[Case], summary: Callable[[list[Result]], str]) -> None:
         """Measures the cases in their order and prints the summary of each."""
         began = time.monotonic()
-        longest = 0.0
+        longest = chunk_s = 0.0
+
+        def over_budget(next_s: float) -> bool:
+            elapsed = time.monotonic() - began
+            return bool(self.budget_s) and elapsed + next_s > self.budget_s
+
         # Compilation runs ahead of the timing, never beside it.
         ahead = max(1, (os.cpu_count() or 1) // 4)
         with tqdm(
@@ -70,25 +75,26 @@ class Session:
                 self._measure_roofline(dtype)
             self.save(self)
             for first in range(0, len(cases), ahead):
+                if over_budget(chunk_s + longest):
+                    break
                 mark = time.monotonic()
                 chunk = cases[first : first + ahead]
                 show(f"compile {len(chunk)} cases")
                 programs = self._compile(chunk)
-                compile_s = (time.monotonic() - mark) / len(chunk)
+                chunk_s = time.monotonic() - mark
                 for case in chunk:
+                    expected_s = longest or chunk_s / len(chunk)
+                    if over_budget(expected_s + self._long_calls_s(case)):
+                        break
                     mark = time.monotonic()
-                    expected_s = max(longest, 2 * compile_s)
-                    if self.budget_s and mark - began + expected_s > self.budget_s:
-                        show("stopped by the budget")
-                        return
                     show(case.label)
                     done = self._measure(case, programs.pop(case))
                     self.results += done
                     bar.write(summary(done))
                     bar.update()
+                    self.complete = case is cases[-1]
                     self.save(self)
                     longest = max(longest, time.monotonic() - mark)
-        self.complete = True
 
     def _measure_roofline(self, dtype: str) -> None:
         on_gpu = jax.default_backend() == "gpu"
@@ -173,16 +179,28 @@ class Session:
         gc.collect()
         return list(results.values())
 
+    def _long_calls_s(self, case: Case) -> float:
+        """What the calls of a case take that are too long to fit the usual rounds."""
+        calls = [
+            self._rates.get(_kind(Result(case, name)), 0.0) * case.flops
+            for name in self.peers
+        ]
+        return sum(
+            2 * call_s
+            for call_s in calls
+            if timing.LONG_CALL_S < call_s <= self.max_call_s
+        )
+
     def _skip(self, result: Result) -> bool:
-        """Whether the call would take too long, or more than the host's memory."""
+        """Whether the call would take too long, or more memory than is free."""
         rate = self._rates.get(_kind(result))
         if rate and rate * result.case.flops > self.max_call_s:
             result.status = "skipped"
             result.detail = f"about {rate * result.case.flops:.0f} s a call"
-        needed = result.memory_bytes or 0
-        if jax.default_backend() == "cpu" and needed > machine.available_memory():
+        needed, free = result.memory_bytes or 0, machine.available_memory()
+        if needed > free:
             result.status = "out of memory"
-            result.detail = f"needs {needed / 2**30:.1f} GiB"
+            result.detail = f"needs {needed / 2**30:.1f} GiB of {free / 2**30:.1f}"
         return result.status != "ok"
 
 
