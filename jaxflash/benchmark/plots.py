@@ -29,7 +29,7 @@ def draw(folder: pathlib.Path, session: Session, title: str) -> list[pathlib.Pat
             if not chosen:
                 continue
             roof = session.roofline[dtype][mode]
-            figure = _figure(pyplot, chosen, mode, roof)
+            figure = _figure(pyplot, chosen, session.peers, mode, roof)
             figure.suptitle(f"{direction}, {dtype}, {mode}: {title}", fontsize=10)
             paths.append(folder / f"{dtype}_{direction}_{mode}.png")
             figure.savefig(paths[-1], dpi=110)
@@ -37,11 +37,11 @@ def draw(folder: pathlib.Path, session: Session, title: str) -> list[pathlib.Pat
     return paths
 
 
-def _figure(pyplot, results, mode, roof):
+def _figure(pyplot, results, names, mode, roof):
     """Panels by mask (down) and head dim (across), one line per implementation."""
     masks = sorted({r.case.mask for r in results}, reverse=True)
     head_dims = sorted({r.case.head_dim for r in results})
-    names = list(dict.fromkeys(r.implementation for r in results))
+    lengths = sorted({r.case.q_len for r in results})
     figure, panels = pyplot.subplots(
         len(masks), len(head_dims), sharex=True, sharey=True, squeeze=False,
         figsize=(1.5 + 3.6 * len(head_dims), 0.8 + 2.7 * len(masks)),
@@ -63,6 +63,8 @@ def _figure(pyplot, results, mode, roof):
                     )  # fmt: skip
             axes.axhline(roof, color="gray", ls=":", lw=1)
             axes.set_xscale("log", base=2)
+            axes.set_xticks(lengths, [_short(length) for length in lengths])
+            axes.minorticks_off()
             axes.set_title(f"{mask}, H={head_dim}", fontsize=9)
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
@@ -71,3 +73,7 @@ def _figure(pyplot, results, mode, roof):
         axes.set_xlabel("length T = S")
     panels[0][0].legend(fontsize=8)
     return figure
+
+
+def _short(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
