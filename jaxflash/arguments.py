@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from jaxflash.spec import CORE_AXES, MAX_OFFSET, UNLIMITED
 
@@ -36,7 +37,7 @@ _PRECISIONS = {
 
 def is_traced(x: Any) -> bool:
     """Whether the value of x is unknown while this Python code runs."""
-    return isinstance(x, jax.core.Tracer)
+    return isinstance(x, Tracer)
 
 
 def _array(name: str, x: Any) -> Array:

@@ -38,12 +38,82 @@ def dot_product_attention(
     implementation: Implementation | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Exact attention with O(T + S) memory: softmax(scale * query key^T) value.
+    """Exact attention in O(T + S) memory: softmax(scale * query key^T) value.
 
-    Letters of shapes: T query length, S key/value length, N query heads, K key/value
-    heads, H head dim of query and key, Hv head dim of value. K divides N, and query
-    head n reads key/value head n // (N / K). `*batch` is any number of leading axes,
-    none included, the same for query, key and value.
+    Shapes: T query length, S key/value length, N query heads, K key/value heads, H head
+    dim of query and key, Hv head dim of value. K divides N, and query head n reads
+    key/value head n // (N / K). `*batch` is any number of leading axes, none included,
+    the same for query, key and value. Derivatives of
+    any order, forward and reverse, exist in query, key, value, bias, scale, sinks and
+    alibi_slopes.
+
+    A call with the arguments of `jax.nn.dot_product_attention` means what it means
+    there, but: a row that sees no key gives 0 (jax.nn: the mean of value, or NaN); the
+    residual is float32 and differentiable (jax.nn: cast to key's dtype, no gradient);
+    and implementations have names of their own. NaN or inf in keys and values that no
+    row may see has no effect on any result.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxflash
+        >>> q = jax.random.normal(jax.random.key(0), (2, 128, 8, 64), jnp.bfloat16)
+        >>> k, v = q[:, :, :2], q[:, :, 2:4]
+        >>> jaxflash.dot_product_attention(q, k, v, is_causal=True).shape
+        (2, 128, 8, 64)
+
+    Args:
+        query: [*batch, T, N, H], float32, bfloat16, float16; float64 on the reference.
+        key: [*batch, S, K, H], in query's dtype.
+        value: [*batch, S, K, Hv], in query's dtype.
+        bias: broadcastable to [*batch, N, T, S], any float dtype; added to the scaled
+            and capped scores. Its gradient has its own shape and dtype.
+        mask: bool, broadcastable to [*batch, N, T, S]; True = may attend. All ways of
+            hiding a key combine: it is seen where none hides it.
+        scale: a Python number or a scalar array, which may be traced; None is
+            1 / sqrt(H).
+        is_causal: query i sees the keys j <= i + query_offset.
+        query_seq_lengths: int32 [*batch], 0 to T; rows from there on give 0.
+        key_value_seq_lengths: int32 [*batch], 0 to S; keys from there on are hidden.
+        local_window_size: int w for (w, w), or (left, right): query i sees the keys
+            from i + query_offset - left to i + query_offset + right. None on a side
+            is unlimited.
+        query_offset: position of query 0 counted from key 0: a Python int, an int32
+            scalar, or int32 [*batch], which may be traced. 0 aligns at the top left
+            like jax.nn, S - T at the bottom right like FlashAttention, and decoding
+            step t passes t.
+        query_segment_ids: int32 [*batch, T]; a query sees the keys of its own segment.
+        key_value_segment_ids: int32 [*batch, S].
+        softcap: scores become softcap * tanh(scores / softcap); greater than 0.
+        sinks: [N], one logit per query head that takes part in the softmax and has no
+            value; neither scaled nor capped.
+        alibi_slopes: [N] or [*batch, N]; scores lose slope * |i + query_offset - j|.
+        dropout_rate: probability from 0 to below 1 with which an attention weight is
+            dropped; the others are divided by 1 - dropout_rate.
+        dropout_key: a JAX PRNG key; the same key drops the same weights on every
+            backend.
+        precision: as in jax.lax, for float32 inputs: None is float32-class accuracy,
+            "high" and "default" may trade it for speed.
+        deterministic: gradients are the same bits in every run.
+        implementation: "cuda" or "cpu" for the compiled kernels, "reference" for plain
+            JAX in blocks of keys, or None for the kernels of the platform that the
+            call is compiled for. Where those do not serve the call, None takes the
+            reference and warns once, naming the argument.
+        return_residual: also return lse.
+
+    Returns:
+        The output [*batch, T, N, Hv] in query's dtype; with return_residual=True, a
+        pair of it and lse [*batch, T, N]: the natural logarithm of each row's sum of
+        exponentials, float32 (float64 for float64 inputs), -inf for a row that sees
+        no key.
+
+    Raises:
+        ValueError: shapes do not fit together, dtypes are mixed, or a value is out of
+            its range, where it is known while the call is traced.
+        TypeError: an argument has the wrong type or kind of dtype.
+        NotImplementedError: the named implementation does not serve the call, or not
+            on this device or platform.
+
+    Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691),
+    online softmax (arXiv 1805.02867).
     """
     q, k, v = arguments.query_key_value(query, key, value)
     *batch, q_len, num_heads, head_dim = q.shape

@@ -1,25 +1,27 @@
 """Every name that JAX keeps private or that differs between JAX 0.9 and 0.12."""
 
 import contextlib
+from typing import Any
 
 import jax
-from jax import core
+from jax._src import core as _core
+from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-try:  # jax >= 0.10
-    from jax._src.core import auto_insert_reshard as _unify  # pyright: ignore
-except ImportError:  # jax 0.9
-    from jax._src.core import (  # pyright: ignore
-        standard_insert_pvary as _unify,
-    )
+# Marks arrays as varying over the same manual mesh axes. No public name in any version;
+# the first name is that of jax >= 0.10, the second that of 0.9.
+_unify = next(
+    getattr(_core, name)
+    for name in ("auto_insert_reshard", "standard_insert_pvary")
+    if hasattr(_core, name)
+)
 
 
 def bind(primitive, *args, **params):
     """Binds after marking all operands as varying over the same manual mesh axes.
 
     Inside shard_map with check_vma=True, JAX's own primitives do this in their
-    wrappers; a primitive bound directly must ask for it, and the function that does it
-    has no public name.
+    wrappers; a primitive bound directly must ask for it.
     """
     return primitive.bind(*_unify(*args), **params)
 
@@ -51,6 +53,7 @@ def lower_function(ctx: mlir.LoweringRuleContext, function, *args):
     work: jnp code is traced as on one device and the partitioner splits the result.
     """
     with _no_mesh():
-        avals = [core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+        given: Any = ctx.avals_in
+        avals = [ShapedArray(aval.shape, aval.dtype) for aval in given]
         plain = ctx.replace(avals_in=avals)
         return mlir.lower_fun(function, multiple_results=True)(plain, *args)

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,8 @@ from jaxflash.spec import KERNELS, Spec, batch_shape, core_rank
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 MIN_COMPUTE_CAPABILITY = (8, 0)
 _HOW_TO_BUILD = {
-    "cpu": "install the package with a C++ compiler (pip install .)",
-    "cuda": "install the package where nvcc or the CUDA wheels are found "
-    "(pip install '.[cuda]')",
+    "cpu": "run `pip install .` with a C++ compiler",
+    "cuda": "run `pip install .` with nvcc on PATH, or `make CUDA=pip`",
 }
 
 
@@ -92,8 +92,8 @@ def check_implementation(spec: Spec, operands: Sequence) -> None:
     why = unavailable(backend)
     if why is not None:
         raise NotImplementedError(
-            f"implementation={backend!r} cannot run: {why}. "
-            "implementation='reference' runs everywhere"
+            f"implementation={backend!r} cannot run: {why}. implementation=None takes "
+            "what can run, of 'cuda', 'cpu' and 'reference'"
         )
 
 
@@ -164,10 +164,11 @@ def call(
     """
     module = load(backend)
     assert isinstance(module, ModuleType)
-    avals = dict(zip(names, ctx.avals_in, strict=True))
+    given: Sequence[Any] = ctx.avals_in
+    avals = dict(zip(names, given, strict=True))
     q_len, num_heads, head_dim = avals["query"].shape[-3:]
     kv_len, num_kv_heads, _ = avals["key"].shape[-3:]
-    batch = batch_shape(names, [aval.shape for aval in ctx.avals_in])
+    batch = batch_shape(names, [aval.shape for aval in given])
     workspace = module.workspace_bytes(
         direction,
         avals["query"].dtype.name,
@@ -209,8 +210,9 @@ def call_backward(
     summed: Sequence[Sequence[int]],
 ) -> list:
     """Emits the backward kernel and the sums over what its operands share."""
-    batch = batch_shape(names, [aval.shape for aval in ctx.avals_in])
-    by_name = dict(zip(names, ctx.avals_in, strict=True))
+    given: Sequence[Any] = ctx.avals_in
+    batch = batch_shape(names, [aval.shape for aval in given])
+    by_name = dict(zip(names, given, strict=True))
     rows = by_name["lse"].shape[-2:]
     results, sums = [], []
     for name, axes in zip(wanted, summed, strict=True):
