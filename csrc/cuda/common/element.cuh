@@ -10,6 +10,25 @@
 
 namespace jaxflash {
 
+template <class Element>
+struct PairOf;
+template <>
+struct PairOf<__nv_bfloat16> {
+  using Type = __nv_bfloat162;
+};
+template <>
+struct PairOf<__half> {
+  using Type = __half2;
+};
+template <class Element>
+using Pair = typename PairOf<Element>::Type;
+
+template <class Element>
+__device__ __forceinline__ Pair<Element> pair_of_zeros() {
+  const uint32_t zeros = 0;
+  return *reinterpret_cast<const Pair<Element>*>(&zeros);
+}
+
 // Two elements as the tensor cores hold them: the first in the low half.
 template <class Element>
 __device__ __forceinline__ uint32_t pack(float low, float high);

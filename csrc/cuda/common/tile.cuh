@@ -108,13 +108,16 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const Element* source,
   const uint32_t chunk = threadIdx.x % kChunks;
   if (kThreads % kChunks != 0 && first_row >= kRowsPerStep) return;
   const int rows_for_thread = static_cast<int>(chunk * 8) < cols ? rows_left : 0;
+  const int whole_bytes = rows_for_thread > 0 ? 16 : 0;
   const Element* pointer = source + first_row * row_stride + chunk * 8;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const uint32_t row = first_row + step * kRowsPerStep;
     if (kRows % kRowsPerStep != 0 && row >= kRows) break;
     cp_async_cg_16(tile + chunk_offset<kCols>(row, chunk), pointer,
-                   static_cast<int>(row) < rows_for_thread ? 16 : 0);
+                   rows_left == kRows                        ? whole_bytes
+                   : static_cast<int>(row) < rows_for_thread ? 16
+                                                             : 0);
     pointer += kRowsPerStep * row_stride;
   }
 }

@@ -65,16 +65,6 @@ struct ForwardRows {
     }
   }
 
-  // An inf or NaN of V reaches all rows that visited its tile, so one row tells.
-  __device__ __forceinline__ bool first_row_nonfinite() const {
-    float probe = 0.f;
-#pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
-      probe = fmaf(o[0][n][0], 0.f, fmaf(o[0][n][1], 0.f, probe));
-    }
-    return probe != 0.f;
-  }
-
   // S = Q K^T. q addresses this warp's rows of the Q tile, k the K tile.
   __device__ __forceinline__ void scores(const LaneAddress<kHeadDim>& q,
                                          const LaneAddress<kHeadDim>& k) {
@@ -124,12 +114,11 @@ struct ForwardRows {
     }
   }
 
-  // S -> P in place, with the running maximum, sum and output brought up to date. The
-  // maximum only has to keep exp in range, so a row keeps its old one until a new one
-  // is 2^8 times as large: P stays below 256, and most tiles rescale nothing.
-  __device__ __forceinline__ void softmax(float scale_log2) {
+  // Brings the running maximum up to date with S, and the sum and O to it. The maximum
+  // only has to keep exp in range, so a row keeps its old one until a new one is 2^8
+  // times as large: P stays below 256, and most tiles rescale nothing.
+  __device__ __forceinline__ void update_maximum(float scale_log2) {
     constexpr float kThresholdLog2 = 8.f;
-    float shift[kRowsPerLane];
     float rescale[kRowsPerLane];
     bool any_rescale = false;
 #pragma unroll
@@ -146,38 +135,35 @@ struct ForwardRows {
       const bool raise = (maximum - old) * scale_log2 > kThresholdLog2;
       any_rescale |= raise;
       row_max[r] = raise ? maximum : old;
-      // A row that has seen no key yet must not compute inf - inf. The rounded shift is
-      // what lse must add back, hence no fused multiply-add.
-      shift[r] = row_max[r] == -INFINITY ? 0.f : __fmul_rn(row_max[r], scale_log2);
-      rescale[r] = raise ? ex2_approx_ftz(old * scale_log2 - shift[r]) : 1.f;
+      // Exactly 1 where the maximum stays.
+      rescale[r] = ex2_approx_ftz(__fmul_rn(old, scale_log2) - shift(r, scale_log2));
     }
-    if (__any_sync(~0u, any_rescale)) {
-#pragma unroll
-      for (int r = 0; r < kRowsPerLane; ++r) {
-        row_sum[r] *= rescale[r];
-#pragma unroll
-        for (int n = 0; n < kHeadDim / 8; ++n) {
-          o[r / 2][n][2 * (r % 2)] *= rescale[r];
-          o[r / 2][n][2 * (r % 2) + 1] *= rescale[r];
-        }
-      }
-    }
+    if (!__any_sync(~0u, any_rescale)) return;
 #pragma unroll
     for (int r = 0; r < kRowsPerLane; ++r) {
+      row_sum[r] *= rescale[r];
 #pragma unroll
-      for (int n = 0; n < kBlockKV / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float& x = s[r / 2][n][2 * (r % 2) + i];
-          x = ex2_approx_ftz(x * scale_log2 - shift[r]);
-          row_sum[r] += x;
-        }
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+        o[r / 2][n][2 * (r % 2)] *= rescale[r];
+        o[r / 2][n][2 * (r % 2) + 1] *= rescale[r];
       }
     }
   }
 
-  // O += P V. The accumulator layout of P is the A operand's, so P only needs rounding.
-  __device__ __forceinline__ void accumulate(const LaneAddress<kHeadDim>& v) {
+  // What exp subtracts. A row that has seen no key yet must not compute inf - inf. lse
+  // adds back this very number, hence no fused multiply-add.
+  __device__ __forceinline__ float shift(int r, float scale_log2) const {
+    return row_max[r] == -INFINITY ? 0.f : __fmul_rn(row_max[r], scale_log2);
+  }
+
+  // P = exp(S - m), O += P V, by steps of 16 keys so that exp of one step runs beside
+  // the product of another. The accumulator layout of P is the A operand's: it only
+  // needs rounding.
+  __device__ __forceinline__ void accumulate(const LaneAddress<kHeadDim>& v,
+                                             float scale_log2) {
+    float shifts[kRowsPerLane];
+#pragma unroll
+    for (int r = 0; r < kRowsPerLane; ++r) shifts[r] = shift(r, scale_log2);
 #pragma unroll
     for (int j = 0; j < kBlockKV / 16; ++j) {
       uint32_t a[kRowTiles][4];
@@ -185,7 +171,11 @@ struct ForwardRows {
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float* pair = &s[m][2 * j + i / 2][2 * (i % 2)];
+          const int r = 2 * m + i % 2;
+          float* pair = &s[m][2 * j + i / 2][2 * (i % 2)];
+          pair[0] = ex2_approx_ftz(pair[0] * scale_log2 - shifts[r]);
+          pair[1] = ex2_approx_ftz(pair[1] * scale_log2 - shifts[r]);
+          row_sum[r] += pair[0] + pair[1];
           a[m][i] = pack<Element>(pair[0], pair[1]);
         }
       }
@@ -216,10 +206,9 @@ __device__ __forceinline__ void negate_tile(uint32_t tile) {
   }
 }
 
-// The work of one block. kFiniteV: on a V whose hidden values are made finite. Returns
-// false, with nothing written, where that is needed.
-template <class Element, int kConfigIndex, bool kFiniteV>
-__device__ __forceinline__ bool forward_block(const ForwardArguments& arguments) {
+template <class Element, int kConfigIndex>
+__global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads())
+    forward_kernel(const __grid_constant__ ForwardArguments arguments) {
   constexpr ForwardConfig kConfig = kForwardConfigs[kConfigIndex];
   constexpr int kHeadDim = kConfig.head_dim;
   constexpr int kBlockQ = kConfig.block_q;
@@ -264,16 +253,16 @@ __device__ __forceinline__ bool forward_block(const ForwardArguments& arguments)
   const Element* v =
       batch_pointer<const Element>(p.v, batch) + kv_head * p.v.strides[1];
   const auto load_kv = [&](uint32_t smem, const Element* matrix, int64_t row_stride,
-                           int tile) {
+                           int tile, bool whole) {
     load_tile<kBlockKV, kHeadDim, kThreads>(
         smem, matrix + tile * kBlockKV * row_stride, row_stride,
-        visible.kv_rows - tile * kBlockKV, head_dim, vector_access);
+        whole ? kBlockKV : visible.kv_rows - tile * kBlockKV, head_dim, vector_access);
   };
-  const auto load_k = [&](int tile, int stage) {
-    load_kv(k_smem(stage), k, p.k.strides[0], tile);
+  const auto load_k = [&](int tile, int stage, bool whole) {
+    load_kv(k_smem(stage), k, p.k.strides[0], tile, whole);
   };
-  const auto load_v = [&](int tile, int stage) {
-    load_kv(v_smem(stage), v, p.v.strides[0], tile);
+  const auto load_v = [&](int tile, int stage, bool whole) {
+    load_kv(v_smem(stage), v, p.v.strides[0], tile, whole);
   };
 
   const int lane = threadIdx.x % 32;
@@ -288,12 +277,13 @@ __device__ __forceinline__ bool forward_block(const ForwardArguments& arguments)
 
   ForwardRows<Element, kHeadDim, kBlockKV, kRowTiles> rows;
   rows.reset();
+  bool dropped = false;  // an inf or NaN from a tile of V
 
   if (num_tiles > 0) {
     load_tile<kBlockQ, kHeadDim, kThreads>(
         q_smem, q, p.q.strides[0], end_row - first_row, head_dim, vector_access);
-    load_k(num_tiles - 1, 0);
-    if (kStages > 1) load_v(num_tiles - 1, 0);
+    load_k(num_tiles - 1, 0, /*whole=*/false);
+    if (kStages > 1) load_v(num_tiles - 1, 0, /*whole=*/false);
     cp_async_commit_group();
     if (scale < 0.f) {
       cp_async_wait_group<0>();
@@ -306,10 +296,10 @@ __device__ __forceinline__ bool forward_block(const ForwardArguments& arguments)
       cp_async_wait_group<0>();
       __syncthreads();  // this K tile visible to all; all are done with the last V tile
       if (kStages == 1) {
-        load_v(tile, 0);
+        load_v(tile, 0, /*whole=*/!masked);
       } else if (tile > 0) {
-        load_k(tile - 1, next_stage);
-        load_v(tile - 1, next_stage);
+        load_k(tile - 1, next_stage, /*whole=*/!masked);
+        load_v(tile - 1, next_stage, /*whole=*/!masked);
       }
       cp_async_commit_group();
       rows.scores(q_lane, operand_b<kHeadDim>(k_smem(stage), lane));
@@ -317,26 +307,22 @@ __device__ __forceinline__ bool forward_block(const ForwardArguments& arguments)
       if (kStages == 1) {
         cp_async_wait_group<0>();
         __syncthreads();  // V tile visible to all; all are done with the K tile
-        if (tile > 0) load_k(tile - 1, 0);
+        if (tile > 0) load_k(tile - 1, 0, /*whole=*/!masked);
         cp_async_commit_group();
       }
-      if (kFiniteV && tile >= num_full_tiles) {
-        drop_nonfinite<Element, kBlockKV, kHeadDim, kThreads>(v_smem(stage));
+      // Only a causal block visits keys that some of its rows see and others do not.
+      if (masked && visible.causal) {
+        dropped |= drop_nonfinite<Element, kBlockKV, kHeadDim, kThreads>(v_smem(stage));
       }
-      rows.softmax(scale_log2);
-      rows.accumulate(operand_a<kHeadDim>(v_smem(stage), lane));
+      rows.update_maximum(scale_log2);
+      rows.accumulate(operand_a<kHeadDim>(v_smem(stage), lane), scale_log2);
       stage = next_stage;
     };
     int tile = num_tiles - 1;
-    const int end_of_masked_tiles = kFiniteV ? 0 : num_full_tiles;
 #pragma unroll 1
-    for (; tile >= end_of_masked_tiles; --tile) step(tile, /*masked=*/true);
+    for (; tile >= num_full_tiles; --tile) step(tile, /*masked=*/true);
 #pragma unroll 1
     for (; tile >= 0; --tile) step(tile, /*masked=*/false);
-  }
-  // Only a causal block visits keys that some of its rows see and others do not.
-  if (!kFiniteV && visible.causal && __syncthreads_or(rows.first_row_nonfinite())) {
-    return false;
   }
 
   float* lse = batch_pointer<float>(p.lse, batch) + head * p.lse.strides[0];
@@ -388,26 +374,12 @@ __device__ __forceinline__ bool forward_block(const ForwardArguments& arguments)
   store_tile<16 * kRowTiles, kHeadDim, 32>(
       out, p.out.strides[0], static_cast<int>(p.q_len) - first_row - warp_row, head_dim,
       o_smem, lane, vector_access);
-  if (kFiniteV) {
+  if (dropped) {
     __syncwarp();  // the rows written above are visible to the warp
     add_visible_nonfinite(out, p.out.strides[0], v, p.v.strides[0], visible,
                           num_full_tiles * kBlockKV, first_row + warp_row,
                           min(first_row + warp_row + 16 * kRowTiles, visible.q_rows),
                           head_dim, lane);
-  }
-  return true;
-}
-
-template <class Element, int kConfigIndex>
-__device__ __noinline__ void forward_block_again(const ForwardArguments& arguments) {
-  forward_block<Element, kConfigIndex, /*kFiniteV=*/true>(arguments);
-}
-
-template <class Element, int kConfigIndex>
-__global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads())
-    forward_kernel(const __grid_constant__ ForwardArguments arguments) {
-  if (!forward_block<Element, kConfigIndex, /*kFiniteV=*/false>(arguments)) {
-    forward_block_again<Element, kConfigIndex>(arguments);
   }
 }
 

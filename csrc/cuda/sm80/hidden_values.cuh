@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The product P V multiplies hidden values by P = 0, which is 0 unless the value is inf
-// or NaN. Where a causal block ends with such numbers it runs again, on masked tiles of
-// V without them (drop_nonfinite), and then the rows that do see them get them
-// (add_visible_nonfinite). Finite values pay one test per block for it.
+// or NaN. So such values are taken out of the tiles of V that only some rows see
+// (drop_nonfinite), and where there were any, the rows that do see them get them in the
+// end (add_visible_nonfinite).
 #pragma once
 
 #include <cstdint>
@@ -14,11 +14,29 @@
 
 namespace jaxflash::sm80 {
 
-// Zeroes what is not finite in a tile in shared memory.
+// Zeroes what is not finite in a tile in shared memory, which is visible to the block
+// before and after. Returns whether there was any.
 template <class Element, int kRows, int kCols, int kThreads>
-__device__ __noinline__ void drop_nonfinite(uint32_t tile) {
+__device__ __forceinline__ bool drop_nonfinite(uint32_t tile) {
+  constexpr int kChunks = kRows * kCols / 8;
+  constexpr int kSteps = (kChunks + kThreads - 1) / kThreads;
+  // 0 * x is 0, or NaN if x is not finite.
+  Pair<Element> probe = pair_of_zeros<Element>();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const uint32_t chunk = threadIdx.x + step * kThreads;
+    if (kChunks % kThreads != 0 && chunk >= kChunks) break;
+    const uint4 words = ld_shared_v4(tile + chunk * 16);
+    const auto* pairs = reinterpret_cast<const Pair<Element>*>(&words);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      probe = __hfma2(pairs[i], pair_of_zeros<Element>(), probe);
+    }
+  }
+  const bool bad = !__hbeq2(probe, pair_of_zeros<Element>());
+  if (!__syncthreads_or(bad)) return false;
 #pragma unroll 1
-  for (uint32_t chunk = threadIdx.x; chunk < kRows * kCols / 8; chunk += kThreads) {
+  for (uint32_t chunk = threadIdx.x; chunk < kChunks; chunk += kThreads) {
     uint4 words = ld_shared_v4(tile + chunk * 16);
     auto* elements = reinterpret_cast<Element*>(&words);
 #pragma unroll
@@ -28,6 +46,7 @@ __device__ __noinline__ void drop_nonfinite(uint32_t tile) {
     st_shared_v4(tile + chunk * 16, words);
   }
   __syncthreads();  // the clean tile is visible to all
+  return true;
 }
 
 // Adds the inf and NaN among keys [first_key, ...) of V to the rows of one warp that
