@@ -40,11 +40,13 @@ jaxflash_status check_sizes(const jaxflash_attention_params& p) {
   JAXFLASH_RETURN_IF_ERROR(check_range("head_dim", p.head_dim, 1, kMaxLength));
   JAXFLASH_RETURN_IF_ERROR(
       check_range("value_head_dim", p.value_head_dim, 1, kMaxLength));
-  const bool divides =
-      p.num_kv_heads == 0 ? p.num_heads == 0 : p.num_heads % p.num_kv_heads == 0;
+  const bool divides = p.num_kv_heads == 0
+                           ? p.num_heads == 0
+                           : p.num_heads > 0 && p.num_heads % p.num_kv_heads == 0;
   if (!divides) {
     return fail(kInvalid,
-                "num_heads must be a multiple of num_kv_heads, got %lld and %lld",
+                "num_heads must be a positive multiple of num_kv_heads, or both 0, got "
+                "%lld and %lld",
                 wide(p.num_heads), wide(p.num_kv_heads));
   }
   const int64_t head_dim = std::max(p.head_dim, p.value_head_dim);
