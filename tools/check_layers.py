@@ -19,7 +19,7 @@ LAYERS = {
     "cuda/common": {"cuda/common"},
     "cuda/sm80": {"cuda/common", "cuda/sm80"},
     "ffi": {"ffi"},
-    "python": {"ffi", "python"},
+    "python": {"cpu", "ffi", "python"},
 }
 XLA_LAYERS = {"ffi", "python"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)

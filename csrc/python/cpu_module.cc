@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // jaxflash._cpu: the handlers of the CPU backend and what the library says about them.
+#include "cpu/cpu_info.h"
 #include "ffi/handlers.h"
 #include "python/module.h"
 
@@ -15,6 +16,7 @@ NB_MODULE(_cpu, module) {
   module.def("info", [] {
     nb::dict info;
     info["version"] = jaxflash_version();
+    info["simd"] = jaxflash::cpu::simd_target();
     return info;
   });
   jaxflash::python::define_workspace_bytes(module,
