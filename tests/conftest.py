@@ -37,9 +37,11 @@ def _parameters(names: tuple[str, ...]) -> list:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Gives `implementation` and `dtype` the pairs that exist.
 
-    A test that takes both runs on every dtype that an implementation serves; one that
-    takes `implementation` alone runs on each once (see `working_dtype`). The marker
-    `implementations` narrows the choice.
+    A test that takes both runs on every dtype that a kernel serves. On the reference it
+    runs in float32 alone unless it is marked `every_dtype`: plain JAX needs no sweep
+    over tile sizes, and takes a second to compile. A test that takes `implementation`
+    alone runs on each once (see `working_dtype`). The marker `implementations` narrows
+    the choice.
     """
     if "implementation" not in metafunc.fixturenames:
         return
@@ -48,10 +50,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "dtype" not in metafunc.fixturenames:
         metafunc.parametrize("implementation", _parameters(names))
         return
+    every = metafunc.definition.get_closest_marker("every_dtype")
     pairs = [
-        pytest.param(*(name, dtype), marks=pytest.mark.gpu if name == "cuda" else ())
+        pytest.param(name, dtype, marks=pytest.mark.gpu if name == "cuda" else ())
         for name in names
         for dtype in DTYPES[name]
+        if name != "reference" or dtype == "float32" or every
     ]
     metafunc.parametrize("implementation, dtype", pairs)
 
@@ -86,6 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "implementations(*names): run on these implementations only"
     )
+    config.addinivalue_line("markers", "every_dtype: the reference too")
     config.pluginmanager.register(_GpuCount(config), "jaxflash-gpu-count")
 
 

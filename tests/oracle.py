@@ -48,6 +48,17 @@ def forward(call: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         return _swap(a.out), np.swapaxes(a.lse, -1, -2)
 
 
+def forward_terms(call: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Like forward, but with the magnitudes of what is summed into each number.
+
+    For lse these are the products in the largest score of each row.
+    """
+    a = evaluate(**call)
+    out = (a.p * np.abs(a.dropout)) @ np.abs(a.v)
+    s = np.where(a.visible, abs(a.scale) * (np.abs(a.q) @ _t(np.abs(a.k))), 0.0)
+    return _swap(out), np.swapaxes(np.max(s, -1, initial=0.0), -1, -2)
+
+
 def backward(
     call: dict[str, Any], d_out: Any, d_lse: Any = 0.0, *, absolute: bool = False
 ) -> dict[str, np.ndarray]:

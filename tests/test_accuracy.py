@@ -8,6 +8,8 @@ import pytest
 from calls import KINDS, QKV, cotangents, make_call, run, run_gradients
 from compare import assert_meets_bar, xla_results
 
+pytestmark = pytest.mark.every_dtype
+
 
 @functools.cache
 def case(kind: str, is_causal: bool, dtype: str, platform: str):
@@ -34,15 +36,18 @@ def test_backward_meets_the_accuracy_bar(implementation, dtype, kind, is_causal)
 
 
 def check_forward(call, implementation, dtype, xla):
-    results = run(call, implementation), xla[0], oracle.forward(call)
-    for name, got, xla, want in zip(("out", "lse"), *results, strict=True):
-        assert_meets_bar(got, xla, want, dtype if name == "out" else "float32", name)
+    results = run(call, implementation), xla[0]
+    truth = oracle.forward(call), oracle.forward_terms(call)
+    for name, *numbers in zip(("out", "lse"), *results, *truth, strict=True):
+        assert_meets_bar(*numbers, dtype if name == "out" else "float32", name)
 
 
 def check_backward(call, implementation, dtype, cts, xla):
-    grads, want = run_gradients(call, implementation, *cts), oracle.backward(call, *cts)
+    results = run_gradients(call, implementation, *cts), xla[1]
+    truth = (oracle.backward(call, *cts, absolute=x) for x in (False, True))
+    results = (*results, *truth)
     for name in QKV:
-        assert_meets_bar(grads[name], xla[1][name], want[name], dtype, f"d{name}")
+        assert_meets_bar(*(x[name] for x in results), dtype, f"d{name}")
 
 
 def check(call, implementation, dtype):

@@ -51,6 +51,7 @@ def test_bias_of_any_broadcastable_shape_has_a_gradient(implementation, shape):
     check(make(bias=rng_array(shape)), implementation, wrt=("bias",))
 
 
+@pytest.mark.every_dtype
 @pytest.mark.parametrize("bias_dtype", ["float32", "bfloat16", "float16"])
 def test_bias_of_any_float_dtype(implementation, dtype, bias_dtype):
     bias = rng_array((B, 1, T, S)).astype(np.dtype(bias_dtype))
@@ -170,6 +171,7 @@ def test_saturated_softcap_has_gradient_zero(implementation):
         assert np.all(np.asarray(grads[name]) == 0), name
 
 
+@pytest.mark.every_dtype
 def test_sinks(implementation, dtype):
     call = make(dtype, sinks=rng_array((N,)), is_causal=True, query_offset=-3)
     call["query_seq_lengths"] = np.array([T, 7], np.int32)

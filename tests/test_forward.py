@@ -109,11 +109,11 @@ def test_scale_is_applied_before_anything_is_hidden(
 ):
     call = make_call(18, 40, dtype=working_dtype, is_causal=True, query_offset=3)
     call["scale"] = np.full((), scale, np.float32) if traced else scale
-    out, lse = run(call, implementation)
-    xla = jax.jit(lambda: xla_attention(call))()
-    want = oracle.forward(call)
-    assert_meets_bar(out, xla[0], want[0], working_dtype, "out")
-    assert_meets_bar(lse, xla[1], want[1], "float32", "lse")
+    results = run(call, implementation), jax.jit(lambda: xla_attention(call))()
+    results = (*results, oracle.forward(call), oracle.forward_terms(call))
+    out, lse = zip(*results, strict=True)
+    assert_meets_bar(*out, working_dtype, "out")
+    assert_meets_bar(*lse, "float32", "lse")
 
 
 def test_default_scale_is_the_inverse_root_of_the_head_dim(
