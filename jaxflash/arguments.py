@@ -40,6 +40,11 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, Tracer)
 
 
+def _is_local(x: Any) -> bool:
+    """Whether this process can read the value: known, and not on another host."""
+    return not is_traced(x) and getattr(x, "is_fully_addressable", True)
+
+
 def _array(name: str, x: Any) -> Array:
     try:
         return jnp.asarray(x)
@@ -124,14 +129,13 @@ def integers(
 ) -> Array:
     """An int32 array of one shape, its values in [0, most] where they are known."""
     # Inside jit, jnp.asarray would turn a known value into a traced one.
-    known = None if is_traced(x) else x
-    x = _array(name, x)
+    given, x = x, _array(name, x)
     _dtype(name, x, jnp.int32, "int32")
     if letters == "[*batch]" and shape == () and x.shape == (1,):
         x = x.reshape(())  # jax.nn takes lengths [1] where query has three axes
     _shape(name, x, shape, letters)
-    if most is not None and known is not None and x.size:
-        values = np.asarray(known)
+    if most is not None and _is_local(given) and x.size:
+        values = np.asarray(given)
         low, high = int(values.min()), int(values.max())
         if low < 0 or high > most:
             raise ValueError(
@@ -165,13 +169,12 @@ def scale(x: Any, head_dim: int, dtype: Any) -> Array:
         raise TypeError(f"scale must be a number or a scalar array, got {x!r}")
     if isinstance(x, numbers.Real):
         x = float(x)
-    known = None if is_traced(x) else x
-    x = _array("scale", x)
+    given, x = x, _array("scale", x)
     _dtype("scale", x, jnp.floating, "float")
     if x.shape != ():
         raise ValueError(f"scale must be a scalar, of shape (), got {x.shape}")
-    if known is not None and not math.isfinite(float(known)):
-        raise ValueError(f"scale must be finite, got {float(known)}")
+    if _is_local(given) and not math.isfinite(float(given)):
+        raise ValueError(f"scale must be finite, got {float(given)}")
     return x.astype(dtype)
 
 
