@@ -57,6 +57,7 @@ class BackwardTask {
     p_ = arena.take(rows * kPanel);
     dp_ = arena.take(rows * kPanel);
     ds_rows_ = arena.take(rows * words<M>(keys));
+    ds_sums_ = arena.take(rows * kLanes);
     std::fill_n(k_, words<M>(keys) * padded_dim_, 0.0f);
   }
 
@@ -107,10 +108,14 @@ class BackwardTask {
     const int seen = limit_[rows - 1];  // the last row sees the most keys
     if (seen == 0) return;
 
+    std::fill_n(ds_sums_, rows * kLanes, 0.0f);
     for (int lane = 0; lane < seen; lane += kPanel) {
       add_panel(row, rows, lane, std::min(seen - lane, kPanel));
     }
     if (!head_.wants_dq) return;
+    for (int i = 0; i < rows; ++i) {
+      head_.ds_sum[row + i] += sum(load(ds_sums_ + i * kLanes));
+    }
     const Operands dq = {ds_rows_,    words<M>(blocks_.keys), k_,
                          padded_dim_, head_.dq_row(row),      padded_dim_,
                          nullptr};
@@ -131,10 +136,9 @@ class BackwardTask {
   void add_panel(int64_t row, int rows, int lane, int count) {
     const int vectors = vectors_for(count);
     const int64_t at = static_cast<int64_t>(lane) * depth_;
-    gemm<Dot, Contiguous::kK, Update::kStore>(
-        rows, vectors, depth_,
-        {q_, depth_, k_transposed_ + at, kPanel, p_, kPanel, nullptr});
-    gemm<Dot, Contiguous::kK, Update::kStore>(
+    gemm_scores<Dot>(rows, vectors, depth_,
+                     {q_, depth_, k_transposed_ + at, kPanel, p_, kPanel, nullptr});
+    gemm_scores<Dot>(
         rows, vectors, depth_,
         {d_out_, depth_, v_transposed_ + at, kPanel, dp_, kPanel, nullptr});
 
@@ -213,8 +217,10 @@ class BackwardTask {
                           ScaleSums* sums) {
     const int at = i * kPanel + v * kLanes;
     Floats s = load(p_ + at);
+    // The product is rounded as it was in lse: where one key holds all the mass, the
+    // two must cancel, however large they are.
     *p = exp2((s * head_.scale - head_.lse[row]) * kLog2E);
-    *ds = *p * (load(dp_ + at) - head_.delta[row]);
+    *ds = *p * (load(dp_ + at) - head_.delta[row] + head_.d_lse[row]);
     if constexpr (kHidden) {
       const Ints visible = iota() + (lane + v * kLanes) < limit_[i];
       *p = bit_and(*p, visible);
@@ -222,24 +228,28 @@ class BackwardTask {
       s = bit_and(s, visible);
     }
     if constexpr (kDscale) {
-      sums->ds_s += *ds * s;
+      sums->ds_s = fma(*ds, s, sums->ds_s);
       sums->ds += *ds;
-      sums->p_s += *p * s;
+      sums->p_s = fma(*p, s, sums->p_s);
     }
   }
 
   void store_words(int i, int lane, int v, const Floats* p, const Floats* ds) {
     if constexpr (M::kPairs) {
       const int at = i / 2 * kPanel + v * kLanes;
+      const Floats ds_words = Dot::pair(ds[0], ds[1]);
       store(p_ + at, Dot::pair(p[0], p[1]));
-      store(dp_ + at, Dot::pair(ds[0], ds[1]));
-      for (int e = 0; e < 2 && i + e < blocks_.rows; ++e) {
+      store(dp_ + at, ds_words);
+      for (int e = 0; e < 2; ++e) {
+        float* total = ds_sums_ + (i + e) * kLanes;
+        store(total, load(total) + Dot::half(ds_words, e));
         Dot::store_halves(
             ds_rows_ + (i + e) * (blocks_.keys / 2) + (lane + v * kLanes) / 2, ds[e]);
       }
     } else {
       store(p_ + i * kPanel + v * kLanes, round_to<Element>(p[0]));
       store(ds_rows_ + i * blocks_.keys + lane + v * kLanes, ds[0]);
+      store(ds_sums_ + i * kLanes, load(ds_sums_ + i * kLanes) + ds[0]);
     }
   }
 
@@ -258,6 +268,7 @@ class BackwardTask {
   float* p_;                             // [rows, kPanel]: S, then P
   float* dp_;                            // [rows, kPanel]: dP, then pairs of dS
   float* ds_rows_;                       // [rows, words of keys]
+  float* ds_sums_;                       // [rows, kLanes]: dS summed over the vectors
 };
 
 template <class M>
@@ -275,14 +286,14 @@ void backward(const jaxflash_attention_backward_params& b, void* workspace,
       const int64_t key = key_chunk * blocks.chunk_keys;
       const int64_t row = row_chunk * blocks.chunk_rows;
       if (step == 0) {
-        head.start_keys(key, key + blocks.chunk_keys);
-        head.start_rows(row, row + blocks.chunk_rows);
+        head.start_keys(key_chunk, blocks.chunk_keys);
+        head.start_rows(row, row + blocks.chunk_rows, scratch);
       }
       BackwardTask<M>(head, blocks, scratch)
           .run(key, key + blocks.chunk_keys, row, row + blocks.chunk_rows);
       if (step == blocks.chunks - 1) {
         head.store_keys(key, key + blocks.chunk_keys);
-        head.store_rows(row, row + blocks.chunk_rows);
+        head.store_rows(row, row + blocks.chunk_rows, blocks.chunk_keys);
       }
     });
   }

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "cpu/forward.h"
+#include "cpu/gemm.h"
 #include "cpu/pack.h"
 #include "cpu/problem.h"
 #include "cpu/simd.h"
@@ -19,6 +20,7 @@ namespace jaxflash::cpu::JAXFLASH_CPU_TARGET {
 // How the work is cut. Everything follows from the shape, so that results do too.
 struct BackwardBlocks {
   static constexpr int kMaxRows = 64;
+  static constexpr int kMaxChunks = 64;
 
   int keys;  // per packed block: whole panels
   int rows;  // per packed block
@@ -30,13 +32,13 @@ struct BackwardBlocks {
     keys = (p.head_dim <= 64 ? 96 : 48) / kPanel * kPanel;
     rows = p.head_dim <= 128 ? kMaxRows : kMaxRows / 2;
     // Chunks cost a barrier each, and packing that is amortised over their rows.
-    constexpr int64_t kTasks = 64;
     constexpr int64_t kMinKeys = 192;
     const int64_t heads = std::max<int64_t>(batch_size(p) * p.num_kv_heads, 1);
     const int64_t all_rows = p.q_len * group_size(p);
     const int64_t fitting = std::min(all_rows / rows, p.kv_len / kMinKeys);
-    chunks = static_cast<int>(std::clamp<int64_t>(fitting, 1, kTasks));
-    chunks = static_cast<int>(std::clamp<int64_t>(kTasks / heads, 1, chunks));
+    chunks = static_cast<int>(std::clamp<int64_t>(fitting, 1, int64_t{kMaxChunks}));
+    chunks =
+        static_cast<int>(std::clamp<int64_t>(int64_t{kMaxChunks} / heads, 1, chunks));
     chunk_keys = round_up(round_up(p.kv_len, chunks) / chunks, keys);
     chunk_rows = round_up(round_up(all_rows, chunks) / chunks, rows);
   }
@@ -56,7 +58,7 @@ struct ScaleSums {
 // Offsets into the workspace, in floats.
 struct BackwardLayout {
   int64_t rows, panels, padded_dim;
-  int64_t lse, delta, scale_sums, dq, dk, dv;
+  int64_t lse, delta, d_lse, ds_sum, scale_sums, key_sums, dq, dk, dv;
   int64_t per_head;
 
   explicit BackwardLayout(const jaxflash_attention_params& p) {
@@ -71,7 +73,10 @@ struct BackwardLayout {
     };
     lse = take(rows);
     delta = take(rows);
+    d_lse = take(rows);
+    ds_sum = take(rows);
     scale_sums = take(3 * rows);
+    key_sums = take(BackwardBlocks::kMaxChunks * p.head_dim);
     dq = take(rows * padded_dim);
     dk = take(panels * p.head_dim * kPanel);
     dv = take(panels * p.head_dim * kPanel);
@@ -134,41 +139,63 @@ class BackwardHead {
     total[2] += sum(sums.p_s);
   }
 
-  void start_keys(int64_t first, int64_t last) const {
-    const int64_t count = std::min(last, layout_.panels * kPanel) - first;
+  // Zeroes the sums of a chunk of keys, and adds up its keys.
+  void start_keys(int64_t chunk, int64_t chunk_keys) const {
+    const int64_t first = chunk * chunk_keys;
+    const int64_t count = std::min(first + chunk_keys, layout_.panels * kPanel) - first;
     if (count <= 0) return;
     std::fill_n(dk_panel(first), count * head_dim, 0.0f);
     std::fill_n(dv_panel(first), count * head_dim, 0.0f);
+    float* total = key_sums_ + chunk * head_dim;
+    std::fill_n(total, head_dim, 0.0f);
+    const int64_t last = std::min(first + chunk_keys, visible.kv_rows);
+    for (int64_t j = first; j < last; ++j) add_key(j, total);
   }
 
-  // delta - d_lse and lse of the rows; a row without keys is never read.
-  void start_rows(int64_t first, int64_t last) const {
+  // lse, delta and d_lse of the rows; zeroes their sums.
+  void start_rows(int64_t first, int64_t last, float* scratch) const {
     last = std::min(last, layout_.rows);
     if (last <= first) return;
     std::fill_n(dq_row(first), (last - first) * padded_dim, 0.0f);
     std::fill_n(scale_sums_ + 3 * first, 3 * (last - first), 0.0f);
-    alignas(64) float d_out_row[256] = {}, out_row[256] = {};
-    for (int64_t r = first; r < last; ++r) {
-      lse[r] = delta[r] = 0.0f;
-      if (!sees_keys(r)) continue;
-      load_row(d_out.row(r), d_out.column_stride, head_dim, d_out_row);
-      load_row(out_.row(r), out_.column_stride, head_dim, out_row);
-      Floats products = {};
-      for (int h = 0; h < head_dim; h += kLanes) {
-        products += load(d_out_row + h) * load(out_row + h);
-      }
-      delta[r] = sum(products) - d_lse(r);
-      lse[r] = *lse_in_.row(r);
-      // Every visible logit is -inf: P is 0 rather than exp(-inf + inf).
-      if (lse[r] == -kInfinity) lse[r] = kInfinity;
+    std::fill_n(ds_sum + first, last - first, 0.0f);
+    const int depth = words<M>(head_dim);
+    for (int64_t r = first; r < last; r += kLanes) {
+      const int count = static_cast<int>(std::min<int64_t>(last - r, kLanes));
+      float* d_out_columns = scratch;
+      float* out_columns = scratch + depth * kLanes;
+      pack_transposed<M>(d_out, r, count, head_dim, kLanes, d_out_columns, kLanes);
+      pack_transposed<M>(out_, r, count, head_dim, kLanes, out_columns, kLanes);
+      const Floats products =
+          dot_columns<typename M::Dot>(depth, d_out_columns, out_columns, kLanes);
+      for (int i = 0; i < count; ++i) start_row(r + i, products[i]);
     }
   }
 
-  void store_rows(int64_t first, int64_t last) const {
+  // dS of a row sums to d_lse by definition. In floating point it does not, mostly
+  // because delta comes from the rounded out, and it is rounded itself for dS K: where
+  // keys have a common mean, that mean times the defect would drown dQ. What is too
+  // much is taken back along the mean of the keys that the row sees.
+  void store_rows(int64_t first, int64_t last, int64_t chunk_keys) const {
+    float key_sum[256] = {}, dq[256];
+    int64_t keys = 0;
     for (int64_t r = first; r < std::min(last, layout_.rows); ++r) {
       const bool seen = sees_keys(r);
-      if (wants_dq) dq_out_.store(r, seen ? dq_row(r) : zeros(), scale, head_dim);
       if (wants_dscale) *dscale_out_.row(r) = seen ? dscale(r) : 0.0f;
+      if (!wants_dq) continue;
+      if (!seen) {
+        dq_out_.store(r, zeros(), 0.0f, head_dim);
+        continue;
+      }
+      const int64_t limit = key_limit(r);
+      for (; keys % chunk_keys == 0 && keys + chunk_keys <= limit; keys += chunk_keys) {
+        const float* sums = key_sums_ + keys / chunk_keys * head_dim;
+        for (int h = 0; h < head_dim; ++h) key_sum[h] += sums[h];
+      }
+      for (; keys < limit; ++keys) add_key(keys, key_sum);
+      const float excess = (ds_sum[r] - d_lse[r]) / static_cast<float>(limit);
+      for (int h = 0; h < head_dim; ++h) dq[h] = dq_row(r)[h] - excess * key_sum[h];
+      dq_out_.store(r, dq, scale, head_dim);
     }
   }
 
@@ -187,8 +214,10 @@ class BackwardHead {
   const float scale;
   const Rows<const Element> q, k, v, d_out;
   const bool wants_dq, wants_dk, wants_dv, wants_dscale;
-  float* const lse;    // [rows]
-  float* const delta;  // [rows]: delta - d_lse
+  float* const lse;     // [rows]
+  float* const delta;   // [rows]
+  float* const d_lse;   // [rows]
+  float* const ds_sum;  // [rows]: dS summed over the keys, as it enters dQ
 
  private:
   BackwardHead(const jaxflash_attention_backward_params& b, int64_t batch,
@@ -215,6 +244,8 @@ class BackwardHead {
         wants_dscale(b.dscale.data != nullptr),
         lse(own + layout.lse),
         delta(own + layout.delta),
+        d_lse(own + layout.d_lse),
+        ds_sum(own + layout.ds_sum),
         layout_(layout),
         kv_len_(p.kv_len),
         out_(rows_of<const Element>(p, p.out, batch, kv_head, group)),
@@ -225,6 +256,7 @@ class BackwardHead {
         dk_out_(p, b.dk, batch, kv_head, 1),
         dv_out_(p, b.dv, batch, kv_head, 1),
         scale_sums_(own + layout.scale_sums),
+        key_sums_(own + layout.key_sums),
         dq_(own + layout.dq),
         dk_(own + layout.dk),
         dv_(own + layout.dv) {}
@@ -234,16 +266,26 @@ class BackwardHead {
     return kZeros;
   }
 
-  float d_lse(int64_t row) const {
-    return d_lse_in_.data == nullptr ? 0.0f : *d_lse_in_.row(row);
+  void start_row(int64_t row, float products) const {
+    lse[row] = delta[row] = d_lse[row] = 0.0f;
+    if (!sees_keys(row)) return;
+    delta[row] = products;
+    if (d_lse_in_.data != nullptr) d_lse[row] = *d_lse_in_.row(row);
+    lse[row] = *lse_in_.row(row);
+    // Every visible logit is -inf: P is 0 rather than exp(-inf + inf).
+    if (lse[row] == -kInfinity) lse[row] = kInfinity;
   }
 
-  // sum(dS o S), where dS sums to d_lse by definition. It does not in floating point,
-  // mostly because delta comes from the rounded out, and S may be far from zero: what
-  // is too much is taken back in the direction of that error, P.
+  void add_key(int64_t key, float* total) const {
+    float row[256];
+    load_row(k.row(key), k.column_stride, head_dim, row);
+    for (int h = 0; h < head_dim; ++h) total[h] += row[h];
+  }
+
+  // sum(dS o S), with the same correction, here along P itself.
   float dscale(int64_t row) const {
     const float* total = scale_sums_ + 3 * row;
-    return total[0] - (total[1] - d_lse(row)) * total[2];
+    return total[0] - (total[1] - d_lse[row]) * total[2];
   }
 
   void store_key(const float* panel, int64_t key, bool seen, float factor,
@@ -260,6 +302,7 @@ class BackwardHead {
   const Rows<float> dscale_out_;
   const Gradient<Element> dq_out_, dk_out_, dv_out_;
   float* const scale_sums_;  // [rows, 3]
+  float* const key_sums_;    // [chunks, head_dim]
   float* const dq_;          // [rows, padded_dim]
   float* const dk_;          // [panels, head_dim, kPanel]
   float* const dv_;          // [panels, head_dim, kPanel]

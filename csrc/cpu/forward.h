@@ -141,8 +141,8 @@ class ForwardTask {
     const int vectors = vectors_for(rows);
 
     const float* q = q_panels_ + static_cast<int64_t>(p) * depth_ * kPanel;
-    gemm<Dot, Contiguous::kK, Update::kStore>(
-        keys, vectors, depth_, {k_block_, depth_, q, kPanel, s_, kPanel, nullptr});
+    gemm_scores<Dot>(keys, vectors, depth_,
+                     {k_block_, depth_, q, kPanel, s_, kPanel, nullptr});
 
     // Lane i sees the first limit[i] keys of the block.
     alignas(64) int32_t limit[kPanel];

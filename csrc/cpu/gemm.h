@@ -10,6 +10,9 @@
 #ifndef JAXFLASH_CSRC_CPU_GEMM_H_
 #define JAXFLASH_CSRC_CPU_GEMM_H_
 
+#include <algorithm>
+#include <cstdint>
+
 #include "cpu/simd.h"
 
 namespace jaxflash::cpu::JAXFLASH_CPU_TARGET {
@@ -51,7 +54,7 @@ template <Update kUpdate>
 inline void update(float* c, Floats product, const float* factor) {
   if constexpr (kUpdate == Update::kAdd) product = load(c) + product;
   if constexpr (kUpdate == Update::kScaleAdd)
-    product = load(c) * load(factor) + product;
+    product = fma(load(c), load(factor), product);
   store(c, product);
 }
 
@@ -123,9 +126,41 @@ void gemm(int rows, int vectors, int depth, Operands o) {
   }
 }
 
-// The same sums, in the same order, over the terms that `visible` selects: it gives the
-// bits of the word (m, k) that count for each lane of vector v. For tiles where a
-// hidden term is not zero because one of its factors is infinite or NaN.
+// Partial sums of a score are this long, so that its error does not grow with the head
+// dim, and one large product does not cost all later ones their low bits.
+constexpr int kScoreDepth = 16;
+
+// C = A B, for the scores S and dP.
+template <class Dot>
+void gemm_scores(int rows, int vectors, int depth, Operands o) {
+  gemm<Dot, Contiguous::kK, Update::kStore>(rows, vectors, std::min(depth, kScoreDepth),
+                                            o);
+  for (int k = kScoreDepth; k < depth; k += kScoreDepth) {
+    o.a += kScoreDepth;
+    o.b += kScoreDepth * static_cast<int64_t>(o.ldb);
+    gemm<Dot, Contiguous::kK, Update::kAdd>(rows, vectors,
+                                            std::min(depth - k, kScoreDepth), o);
+  }
+}
+
+// sum_k a[k, lane] b[k, lane] in the order of gemm_scores, so that two equal dot
+// products are equal to the last bit, whichever function computed them.
+template <class Dot>
+Floats dot_columns(int depth, const float* a, const float* b, int ld) {
+  Floats total = {};
+  for (int first = 0; first < depth; first += kScoreDepth) {
+    Floats part = {};
+    for (int k = first; k < std::min(depth, first + kScoreDepth); ++k) {
+      part = Dot::add(load(a + k * ld), load(b + k * ld), part);
+    }
+    total = first == 0 ? part : total + part;
+  }
+  return total;
+}
+
+// The same sums as gemm, in the same order, over the terms that `visible` selects: it
+// gives the bits of the word (m, k) that count for each lane of vector v. For tiles
+// where a hidden term is not zero because one of its factors is infinite or NaN.
 template <class Dot, Contiguous kA, Update kUpdate, class Visible>
 void masked_gemm(int rows, int vectors, int depth, const Operands& o, Visible visible) {
   for (int m = 0; m < rows; ++m) {

@@ -80,14 +80,31 @@ inline Floats max(Floats a, Floats b) {
 #endif
 }
 
+// a * b + c, rounded once where the machine can. Contraction by the compiler is off, so
+// that every other product is rounded: the backward pass relies on it.
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
 inline Floats select(Ints condition, Floats a, Floats b) { return condition ? a : b; }
 
 inline Floats bit_and(Floats a, Ints mask) { return (Floats)((Ints)a & mask); }
 
 inline float sum(Floats x) {
-  float total = 0;
-  for (int lane = 0; lane < kLanes; ++lane) total += x[lane];
-  return total;
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
 }
 
 // 2^x to about 1 ulp: exactly 0 where the result would be subnormal, NaN where x is.
@@ -103,12 +120,12 @@ inline Floats exp2(Floats x) {
   const Floats n = shifted - kRound;
 #endif
   const Floats f = x - n;
-  Floats y = f * 1.5353362e-4f + 1.3398874e-3f;
-  y = y * f + 9.6184374e-3f;
-  y = y * f + 5.5503325e-2f;
-  y = y * f + 2.4022648e-1f;
-  y = y * f + 6.9314720e-1f;
-  y = y * f + 1.0f;
+  Floats y = fma(f, broadcast(1.5353362e-4f), broadcast(1.3398874e-3f));
+  y = fma(y, f, broadcast(9.6184374e-3f));
+  y = fma(y, f, broadcast(5.5503325e-2f));
+  y = fma(y, f, broadcast(2.4022648e-1f));
+  y = fma(y, f, broadcast(6.9314720e-1f));
+  y = fma(y, f, broadcast(1.0f));
 #if defined(__AVX512F__)
   const __mmask16 normal =
       _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
@@ -124,7 +141,7 @@ inline Floats exp2(Floats x) {
 // kElements neighbours along the axis that is summed over.
 struct DotFloat32 {
   static constexpr int kElements = 1;
-  static Floats add(Floats a, Floats b, Floats c) { return a * b + c; }
+  static Floats add(Floats a, Floats b, Floats c) { return fma(a, b, c); }
 };
 
 #if defined(__AVX512BF16__)
@@ -133,6 +150,11 @@ struct DotBfloat16 {
 
   static Floats add(Floats a, Floats b, Floats c) {
     return (Floats)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+  }
+
+  // The lower or the upper halves of words, as floats.
+  static Floats half(Floats words, int which) {
+    return (Floats)(which == 0 ? (Ints)words << 16 : (Ints)words & ~0xffff);
   }
 
   // Words from two vectors of floats: `low` in the lower half, so first in memory.
