@@ -118,7 +118,7 @@ def choose(spec: Spec, avals: Sequence, platform: str | None) -> str:
         if spec.implementation != platform:
             raise NotImplementedError(
                 f"implementation={spec.implementation!r} cannot serve a call that is "
-                f"lowered for platform {platform or 'other than cpu and cuda'!r}; use "
+                f"compiled for {platform or 'a platform without kernels'}; use "
                 "implementation=None, which picks what serves the platform, or "
                 "'reference'"
             )

@@ -10,14 +10,25 @@ everything broadcasts against scores:
     query_segment_ids  [*batch, 1, 1, T, 1]      scale, lengths, offset: all core axes 1
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxflash import compat
 from jaxflash.spec import Spec, accumulator, batch_shape, core_rank, lead
 
 Arrays = dict[str, Array]
+
+# Arrays that are cut into blocks of keys, and the axis that is cut.
+_KEY_AXIS = {"key": -3, "value": -3, "raw_value": -3, "key_taint": -1, "bias": -1}
+_KEY_AXIS |= {"mask": -1, "key_value_segment_ids": -1, "t_key": -3, "t_value": -3}
+_KEY_AXIS |= {"t_bias": -1}
+# Scores in one block of keys: bounds the temporaries of a step to some 64 MB.
+_BLOCK_ELEMENTS = 2**24
+_MIN_BLOCK, _MAX_BLOCK = 32, 512
 
 _PRECISION = (lax.Precision.HIGHEST, lax.Precision.HIGH, lax.Precision.DEFAULT)
 
@@ -143,3 +154,42 @@ class Call:
         """Rows past the query length."""
         i, _, _ = self.positions(x, jnp.zeros(1, jnp.int32))
         return i >= x.get("query_seq_lengths", self.q_len)
+
+
+def fold_keys(call: Call, x: Arrays, step: Callable, carry):
+    """Folds carry = step(carry, block of x, its key positions) over blocks of keys."""
+    rows = max(math.prod(call.rows), 1)
+    block_len = min(max(_BLOCK_ELEMENTS // rows, _MIN_BLOCK), _MAX_BLOCK)
+    if call.kv_len <= block_len:
+        return step(carry, x, jnp.arange(call.kv_len, dtype=jnp.int32))
+
+    @jax.checkpoint
+    def body(carry, first):
+        start = jnp.minimum(first, call.kv_len - block_len)
+        block = x | {
+            name: lax.dynamic_slice_in_dim(x[name], start, block_len, axis)
+            for name, axis in _KEY_AXIS.items()
+            if name in x and x[name].shape[axis] == call.kv_len
+        }
+        block["first"] = first
+        j = start + jnp.arange(block_len, dtype=jnp.int32)
+        return step(carry, block, j), None
+
+    firsts = jnp.arange(0, call.kv_len, block_len, dtype=jnp.int32)
+    carry = compat.vary_like(carry, x.values())
+    return lax.scan(body, carry, firsts)[0]
+
+
+def sum_to(array: Array, shape: Sequence[int]) -> Array:
+    """Sums over the axes where `shape` has 1: the transpose of broadcasting."""
+    axes = [i for i, size in enumerate(shape) if size == 1 and array.shape[i] != 1]
+    return jnp.broadcast_to(array.sum(axes, keepdims=True), shape)
+
+
+def add_block(total: Array, part: Array, name: str, j: Array) -> Array:
+    """Adds the gradient of the keys j."""
+    if part.shape == total.shape:
+        return total + part
+    axis = _KEY_AXIS[name]
+    old = lax.dynamic_slice_in_dim(total, j[0], j.shape[0], axis)
+    return lax.dynamic_update_slice_in_dim(total, old + part, j[0], axis)

@@ -24,25 +24,15 @@ Arrays are in the layout of jaxflash.layout, where all of them broadcast against
 [*batch, K, G, T, S].
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxflash import compat
-from jaxflash.layout import Arrays, Call
+from jaxflash.layout import Arrays, Call, add_block, fold_keys, sum_to
 from jaxflash.philox import keep_mask
 from jaxflash.spec import UNLIMITED, Spec
-
-# Arrays that are cut into blocks of keys, and the axis that is cut.
-_KEY_AXIS = {"key": -3, "value": -3, "raw_value": -3, "key_taint": -1, "bias": -1}
-_KEY_AXIS |= {"mask": -1, "key_value_segment_ids": -1, "t_key": -3, "t_value": -3}
-_KEY_AXIS |= {"t_bias": -1}
-# Scores in one block of keys: bounds the temporaries of a step to some 64 MB.
-_BLOCK_ELEMENTS = 2**24
-_MIN_BLOCK, _MAX_BLOCK = 32, 512
 
 # Products: scores from rows and keys, rows from scores and keys, keys from scores and
 # rows; query keeps its own order of axes.
@@ -142,30 +132,6 @@ def _keep(call: Call, x: Arrays, j: Array) -> Array | float:
     return jnp.where(keep, 1 / (1 - rate), 0).astype(call.wide)
 
 
-def _over_keys(call: Call, x: Arrays, step: Callable, carry):
-    """Folds carry = step(carry, block of x, its key positions) over blocks of keys."""
-    rows = max(math.prod(call.rows), 1)
-    block_len = min(max(_BLOCK_ELEMENTS // rows, _MIN_BLOCK), _MAX_BLOCK)
-    if call.kv_len <= block_len:
-        return step(carry, x, jnp.arange(call.kv_len, dtype=jnp.int32))
-
-    @jax.checkpoint
-    def body(carry, first):
-        start = jnp.minimum(first, call.kv_len - block_len)
-        block = x | {
-            name: lax.dynamic_slice_in_dim(x[name], start, block_len, axis)
-            for name, axis in _KEY_AXIS.items()
-            if name in x and x[name].shape[axis] == call.kv_len
-        }
-        block["first"] = first
-        j = start + jnp.arange(block_len, dtype=jnp.int32)
-        return step(carry, block, j), None
-
-    firsts = jnp.arange(0, call.kv_len, block_len, dtype=jnp.int32)
-    carry = compat.vary_like(carry, x.values())
-    return lax.scan(body, carry, firsts)[0]
-
-
 def _non_finite_values(call: Call, x: Arrays) -> Array:
     """What inf and NaN in value add to out: only to the rows that see them."""
 
@@ -185,7 +151,7 @@ def _non_finite_values(call: Call, x: Arrays) -> Array:
     none = compat.vary_like(none, x.values())
 
     def count(x):
-        up, down = _over_keys(call, x, step, (none, none))
+        up, down = fold_keys(call, x, step, (none, none))
         return jnp.where(up > 0, jnp.inf, 0) - jnp.where(down > 0, jnp.inf, 0)
 
     finite = jnp.isfinite(x["raw_value"]).all()
@@ -236,7 +202,7 @@ def forward(spec: Spec, *operands: Array) -> tuple[Array, Array]:
     row_max = row_max.astype(call.wide)
     row_sum = jnp.where(jnp.isneginf(row_max), 0, jnp.ones_like(row_max))
     acc = jnp.zeros((*call.rows, call.value_dim), call.wide)
-    row_max, row_sum, acc = _over_keys(call, x, step, (row_max, row_sum, acc))
+    row_max, row_sum, acc = fold_keys(call, x, step, (row_max, row_sum, acc))
     empty = row_sum == 0
     total = jnp.where(empty, 1, row_sum)
     out = acc / total + _non_finite_values(call, x)
@@ -283,7 +249,7 @@ def tangent(spec: Spec, names: Sequence[str], *arrays: Array) -> tuple[Array, Ar
     if "t_sinks" in x:
         t_lse = t_lse + _sink_weights(x) * x["t_sinks"]
     acc = jnp.zeros((*call.rows, call.value_dim), call.wide)
-    acc, t_lse = _over_keys(call, x, step, (acc, t_lse))
+    acc, t_lse = fold_keys(call, x, step, (acc, t_lse))
     return call.leave(acc - t_lse * x["out"], t_lse)
 
 
@@ -330,9 +296,9 @@ def backward(
         p = call.round(keep * p)
         parts["value"] = call.einsum(_ROWS_TO_KEY, p, d_out)
         return {
-            name: _add_block(
+            name: add_block(
                 grads[name],
-                _sum_to(parts[name], batches[name] + block[name].shape[rank:]),
+                sum_to(parts[name], batches[name] + block[name].shape[rank:]),
                 name,
                 j,
             )
@@ -344,23 +310,8 @@ def backward(
         for name in wanted
         if name != "sinks"
     }
-    grads = _over_keys(call, x, step, grads)
+    grads = fold_keys(call, x, step, grads)
     if "sinks" in wanted:
         shape = batches["sinks"] + x["sinks"].shape[rank:]
-        grads["sinks"] = _sum_to(-_sink_weights(x) * delta, shape)
+        grads["sinks"] = sum_to(-_sink_weights(x) * delta, shape)
     return tuple(call.leave_gradient(name, grads[name]) for name in wanted)
-
-
-def _sum_to(array: Array, shape: Sequence[int]) -> Array:
-    """Sums over the axes where `shape` has 1: the transpose of broadcasting."""
-    axes = [i for i, size in enumerate(shape) if size == 1 and array.shape[i] != 1]
-    return jnp.broadcast_to(array.sum(axes, keepdims=True), shape)
-
-
-def _add_block(total: Array, part: Array, name: str, j: Array) -> Array:
-    """Adds the gradient of the keys j."""
-    if part.shape == total.shape:
-        return total + part
-    axis = _KEY_AXIS[name]
-    old = lax.dynamic_slice_in_dim(total, j[0], j.shape[0], axis)
-    return lax.dynamic_update_slice_in_dim(total, old + part, j[0], axis)
