@@ -201,9 +201,9 @@ class ForwardTask {
     Floats new_max = old_max;
     for (int j = 0; j < keys; ++j) new_max = max(load(s + j * kPanel), new_max);
     // A lane that has seen no key yet subtracts 0 from -inf, not -inf.
-    const Floats shift = select(new_max == -kInfinity, Floats{}, new_max);
-    const Floats to_log2 = broadcast(factor_ * kLog2E);
-    auto prob = [&](Floats x) { return exp2((x - shift) * to_log2); };
+    const Floats shift = select(new_max == -kInfinity, Floats{}, new_max) * factor_;
+    // Rounded like the logits of the backward pass, whose P must sum to 1.
+    auto prob = [&](Floats x) { return exp2((x * factor_ - shift) * kLog2E); };
 
     Floats total = {};
     if constexpr (M::kPairs) {
@@ -243,10 +243,10 @@ class ForwardTask {
       for (int h = 0; h < head_dim_; ++h) column[h] = o[h * kPanel + i];
       store_row(column, l == 0.0f ? 0.0f : 1.0f / l, head_dim_, out_.row(row + i),
                 out_.column_stride);
-      const double m = max_[p * kPanel + i];
+      const float m = max_[p * kPanel + i] * factor_;
       *lse_.row(row + i) = l == 0.0f
                                ? -kInfinity
-                               : static_cast<float>(m * factor_ + std::log(double{l}));
+                               : static_cast<float>(m + std::log(double{l}));
     }
   }
 
