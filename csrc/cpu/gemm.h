@@ -126,20 +126,20 @@ void gemm(int rows, int vectors, int depth, Operands o) {
   }
 }
 
-// Partial sums of a score are this long, so that its error does not grow with the head
-// dim, and one large product does not cost all later ones their low bits.
-constexpr int kScoreDepth = 16;
+// Partial sums of a score are this many words long, so that its error does not grow with
+// the head dim, and one large product does not cost all later ones their low bits.
+template <class Dot>
+constexpr int kScoreDepth = 16 * Dot::kElements;
 
 // C = A B, for the scores S and dP.
 template <class Dot>
 void gemm_scores(int rows, int vectors, int depth, Operands o) {
-  gemm<Dot, Contiguous::kK, Update::kStore>(rows, vectors, std::min(depth, kScoreDepth),
-                                            o);
-  for (int k = kScoreDepth; k < depth; k += kScoreDepth) {
-    o.a += kScoreDepth;
-    o.b += kScoreDepth * static_cast<int64_t>(o.ldb);
-    gemm<Dot, Contiguous::kK, Update::kAdd>(rows, vectors,
-                                            std::min(depth - k, kScoreDepth), o);
+  constexpr int kPart = kScoreDepth<Dot>;
+  gemm<Dot, Contiguous::kK, Update::kStore>(rows, vectors, std::min(depth, kPart), o);
+  for (int k = kPart; k < depth; k += kPart) {
+    o.a += kPart;
+    o.b += kPart * static_cast<int64_t>(o.ldb);
+    gemm<Dot, Contiguous::kK, Update::kAdd>(rows, vectors, std::min(depth - k, kPart), o);
   }
 }
 
@@ -148,9 +148,10 @@ void gemm_scores(int rows, int vectors, int depth, Operands o) {
 template <class Dot>
 Floats dot_columns(int depth, const float* a, const float* b, int ld) {
   Floats total = {};
-  for (int first = 0; first < depth; first += kScoreDepth) {
+  constexpr int kPart = kScoreDepth<Dot>;
+  for (int first = 0; first < depth; first += kPart) {
     Floats part = {};
-    for (int k = first; k < std::min(depth, first + kScoreDepth); ++k) {
+    for (int k = first; k < std::min(depth, first + kPart); ++k) {
       part = Dot::add(load(a + k * ld), load(b + k * ld), part);
     }
     total = first == 0 ? part : total + part;
