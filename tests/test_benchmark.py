@@ -223,3 +223,9 @@ def test_table_compares_with_the_best_of_the_others():
     results = [result("jaxflash", 1.0), result("xla", 2.0), result("torch", 4.0)]
     assert report.best_peer(results, "burst") == ("xla", SMALL.flops / 2 * 1e-12)
     assert "2.00x" in report.summary(results, ("burst",))
+    found = session.Session(peers=[], protocol=FAST, results=results)
+    speed = SMALL.flops * 1e-12
+    (row,) = [line for line in report.overview(found).splitlines() if "2.00x" in line][
+        :1
+    ]
+    assert f"{speed:.3g} (2.00x xla)" in row

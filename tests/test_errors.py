@@ -169,7 +169,7 @@ UNSERVED = [
     ({"sinks": zeros(N)}, "sinks"),
     ({"alibi_slopes": zeros(N)}, "alibi_slopes"),
     ({"query_segment_ids": ids(B, T), "key_value_segment_ids": ids(B, S)},
-     "segment_ids"),
+     "query_segment_ids"),
     ({"value": zeros(B, S, K, 6, dtype="float16")}, "value"),
     ({"query": zeros(B, T, N, 264, dtype="float16"),
       "key": zeros(B, S, K, 264, dtype="float16"),
@@ -205,7 +205,6 @@ def test_cuda_refuses_float32_by_name():
 def test_float64_is_the_reference_or_a_clear_refusal():
     with jax.enable_x64(True), jax.debug_infs(True):
         call = make_call(T, S, N=N, K=K, dtype="float64", is_causal=True)
-        call["query_seq_lengths"] = lengths(5, 3)
         out = dot_product_attention(**call, implementation="reference")
         assert out.dtype == np.float64
         assert np.all(np.isfinite(np.asarray(out)))
