@@ -35,11 +35,11 @@ VOCABULARY = 256  # bytes
 HELD_OUT_EVERY = 20  # one file of twenty is never trained on
 PROMPT = b"def "
 
-# By backend. width: of the residual stream. length: of the context, in bytes. seconds:
-# after its start the training stops (0: never), so that a slow machine sees the end too.
+# By backend. width: of the residual stream; length: of the context, in bytes; seconds:
+# when training stops (0: never), so that a slow machine gets to see the end too.
 DEFAULTS = {
     "cpu": dict(
-        steps=400, batch=4, length=512, layers=4, heads=4, width=128,
+        steps=400, batch=8, length=256, layers=4, heads=4, width=128,
         learning_rate=3e-3, dtype="float32", seconds=140.0,
     ),
     "gpu": dict(
@@ -68,6 +68,24 @@ ATTENTION = {
 }
 
 
+def with_rotary(attend):
+    """`attend` on queries and keys that are rotated by their positions."""
+
+    def rotate(x):
+        half = x.shape[-1] // 2
+        frequency = 10_000.0 ** (-jnp.arange(half) / half)
+        angle = jnp.arange(x.shape[-3])[:, None, None] * frequency
+        a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        rotated = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+        return rotated.astype(x.dtype)
+
+    def fn(query, key, value, **options):
+        return attend(rotate(query), rotate(key), value, **options)
+
+    return fn
+
+
 class Block(nnx.Module):
     """Attention and a two-layer perceptron, each behind a norm and a residual."""
 
@@ -76,7 +94,7 @@ class Block(nnx.Module):
         self.norm1 = nnx.LayerNorm(args.width, dtype=dtype, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(
             args.heads, args.width, dtype=dtype, use_bias=False, decode=False,
-            attention_fn=ATTENTION[args.attention], rngs=rngs,
+            attention_fn=with_rotary(ATTENTION[args.attention]), rngs=rngs,
         )  # fmt: skip
         self.norm2 = nnx.LayerNorm(args.width, dtype=dtype, rngs=rngs)
         self.up = nnx.Linear(args.width, 4 * args.width, dtype=dtype, rngs=rngs)
@@ -93,13 +111,12 @@ class GPT(nnx.Module):
     def __init__(self, args, rngs):
         dtype = jnp.dtype(args.dtype)
         self.embed = nnx.Embed(VOCABULARY, args.width, dtype=dtype, rngs=rngs)
-        self.position = nnx.Embed(args.length, args.width, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List([Block(args, rngs) for _ in range(args.layers)])
         self.norm = nnx.LayerNorm(args.width, dtype=dtype, rngs=rngs)
         self.head = nnx.Linear(args.width, VOCABULARY, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens):
-        x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[-1]))
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)).astype(jnp.float32)

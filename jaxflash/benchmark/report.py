@@ -73,10 +73,31 @@ def table(session: Session) -> str:
                     f"{speed / best[1]:.2f}" if speed and best else "",
                 ]
             lines.append([*line, _mebibytes(result)])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = [_row(line, widths) for line in lines]
-    text.insert(1, _row(["-" * width for width in widths], widths))
-    return "\n".join(text) + "\n"
+    return _markdown(lines)
+
+
+def overview(session: Session) -> str:
+    """Markdown: our speed over the length and how it compares, one table per mode."""
+    lengths = list(dict.fromkeys(r.case.q_len for r in session.results))
+    lengths.sort()
+    text = []
+    for mode in session.protocol.modes:
+        rows: dict[str, dict[int, str]] = {}
+        for results in by_case(session.results):
+            case = results[0].case
+            kind = f"{case.dtype} {case.direction} {case.mask} H={case.head_dim}"
+            ours = next((r for r in results if r.implementation == OURS), None)
+            speed = tflops(ours, mode) if ours else None
+            best = best_peer(results, mode)
+            cell = _number(speed) if speed else (ours.status if ours else "")
+            if speed and best:
+                cell += f" ({speed / best[1]:.2f}x {best[0]})"
+            rows.setdefault(kind, {})[case.q_len] = cell
+        head = [f"{mode}, TFLOP/s (x best other)", *(f"T={n}" for n in lengths)]
+        lines = [head]
+        lines += [[k, *(v.get(n, "") for n in lengths)] for k, v in rows.items()]
+        text.append(_markdown(lines))
+    return "\n".join(text)
 
 
 def notes(session: Session) -> list[str]:
@@ -121,7 +142,7 @@ def write(folder: pathlib.Path, session: Session, about: dict) -> None:
     }
     _replace(folder / "results.json", json.dumps(record, indent=1) + "\n")
     text = table(session) + "".join(f"\n{line}" for line in notes(session)) + "\n"
-    _replace(folder / "table.md", text)
+    _replace(folder / "table.md", f"{overview(session)}\n{text}")
     with (folder / "results.csv").open("w", newline="") as file:
         scalars = [
             {k: v for k, v in row.items() if not isinstance(v, list | dict)}
@@ -163,6 +184,14 @@ def _mebibytes(result: Result) -> str:
     if result.memory_bytes is None:
         return ""
     return f"{result.memory_bytes / 2**20:.0f}"
+
+
+def _markdown(lines: list[list[str]]) -> str:
+    """A table of cells; the first line is its head."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = [_row(line, widths) for line in lines]
+    text.insert(1, _row(["-" * width for width in widths], widths))
+    return "\n".join(text) + "\n"
 
 
 def _row(cells, widths) -> str:
