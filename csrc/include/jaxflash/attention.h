@@ -108,17 +108,17 @@ typedef struct jaxflash_attention_params {
   jaxflash_tensor k; /* [S, K, H] */
   jaxflash_tensor v; /* [S, K, Hv] */
 
-  jaxflash_tensor scale;           /* [] float32; absent: 1 / sqrt(H) */
-  jaxflash_tensor query_offset;    /* [] int32: position of query 0 counted from key 0 */
-  jaxflash_tensor q_seq_lengths;   /* [] int32 */
-  jaxflash_tensor kv_seq_lengths;  /* [] int32 */
-  jaxflash_tensor bias;            /* [N, T, S] any float dtype */
-  jaxflash_tensor mask;            /* [N, T, S] bool, true = may attend */
-  jaxflash_tensor q_segment_ids;   /* [T] int32 */
-  jaxflash_tensor kv_segment_ids;  /* [S] int32 */
-  jaxflash_tensor sinks;           /* [N] float32 */
-  jaxflash_tensor alibi_slopes;    /* [N] float32 */
-  jaxflash_tensor dropout_seed;    /* [2] uint32: Philox key of this batch element */
+  jaxflash_tensor scale;          /* [] float32; absent: 1 / sqrt(H) */
+  jaxflash_tensor query_offset;   /* [] int32: position of query 0 counted from key 0 */
+  jaxflash_tensor q_seq_lengths;  /* [] int32 */
+  jaxflash_tensor kv_seq_lengths; /* [] int32 */
+  jaxflash_tensor bias;           /* [N, T, S] any float dtype */
+  jaxflash_tensor mask;           /* [N, T, S] bool, true = may attend */
+  jaxflash_tensor q_segment_ids;  /* [T] int32 */
+  jaxflash_tensor kv_segment_ids; /* [S] int32 */
+  jaxflash_tensor sinks;          /* [N] float32 */
+  jaxflash_tensor alibi_slopes;   /* [N] float32 */
+  jaxflash_tensor dropout_seed;   /* [2] uint32: Philox key of this batch element */
 
   /* Outputs of the forward pass, inputs of the backward pass. */
   jaxflash_tensor out; /* [T, N, Hv], dtype of q */
@@ -179,14 +179,14 @@ JAXFLASH_API jaxflash_status jaxflash_attention_backward_cpu(
  * Workspace: 256-byte aligned device memory. The queries need no device. */
 JAXFLASH_API jaxflash_status jaxflash_attention_forward_workspace_cuda(
     const jaxflash_attention_params* params, size_t* bytes);
-JAXFLASH_API jaxflash_status jaxflash_attention_forward_cuda(
-    const jaxflash_attention_params* params, void* workspace, size_t workspace_bytes,
-    void* stream);
+JAXFLASH_API jaxflash_status
+jaxflash_attention_forward_cuda(const jaxflash_attention_params* params,
+                                void* workspace, size_t workspace_bytes, void* stream);
 JAXFLASH_API jaxflash_status jaxflash_attention_backward_workspace_cuda(
     const jaxflash_attention_backward_params* params, size_t* bytes);
-JAXFLASH_API jaxflash_status jaxflash_attention_backward_cuda(
-    const jaxflash_attention_backward_params* params, void* workspace,
-    size_t workspace_bytes, void* stream);
+JAXFLASH_API jaxflash_status
+jaxflash_attention_backward_cuda(const jaxflash_attention_backward_params* params,
+                                 void* workspace, size_t workspace_bytes, void* stream);
 
 #ifdef __cplusplus
 }
