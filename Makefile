@@ -36,8 +36,9 @@ export JAXFLASH_CUDA := $(CUDA)
 export PYTHONSAFEPATH := 1
 
 ifeq ($(VENV),none)
-  SITE := build/site
-  PY := PYTHONPATH=$(SITE) $(PYTHON)
+  SITE := $(CURDIR)/build/site
+  export PYTHONPATH := $(SITE)
+  PY := $(PYTHON)
   TOOLS :=
   STATE := $(SITE)
   LINTERS :=
@@ -86,7 +87,7 @@ clean:
 ifeq ($(VENV),none)
 $(INSTALLED): $(SOURCES) $(shell find jaxflash -name '*.py')
 	rm -rf $(SITE)
-	$(PYTHON) -m pip install --no-build-isolation --no-deps --no-index --target $(SITE) .
+	$(PY) -m pip install --no-build-isolation --no-deps --no-index --target $(SITE) .
 	touch $@
 else
 $(VENV)/bin/python:
