@@ -39,7 +39,7 @@ PROMPT = b"def "
 # when training stops (0: never), so that a slow machine gets to see the end too.
 DEFAULTS = {
     "cpu": dict(
-        steps=400, batch=8, length=256, layers=4, heads=4, width=128,
+        steps=600, batch=8, length=256, layers=4, heads=4, width=128,
         learning_rate=3e-3, dtype="float32", seconds=140.0,
     ),
     "gpu": dict(
