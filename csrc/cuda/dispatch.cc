@@ -79,15 +79,23 @@ bool rows_aligned(int64_t columns, std::initializer_list<const jaxflash_tensor*>
   return true;
 }
 
+struct Matrix {
+  const char* name;
+  const jaxflash_tensor* tensor;
+  int64_t rows;
+};
+
 // The kernels read rows as they lie in memory.
-jaxflash_status check_unit_stride(const char* name, const jaxflash_tensor& tensor,
-                                  int64_t columns) {
-  if (tensor.data == nullptr || columns <= 1 || tensor.strides[2] == 1) {
-    return JAXFLASH_OK;
+jaxflash_status check_unit_strides(int64_t columns,
+                                   std::initializer_list<Matrix> matrices) {
+  for (const auto& [name, tensor, rows] : matrices) {
+    if (tensor->data == nullptr || rows == 0 || columns == 1) continue;
+    if (tensor->strides[2] == 1) continue;
+    return fail(JAXFLASH_UNSUPPORTED,
+                "%s: the CUDA kernels need a head dim of stride 1, got stride %lld",
+                name, static_cast<long long>(tensor->strides[2]));
   }
-  return fail(JAXFLASH_UNSUPPORTED,
-              "%s: the CUDA kernels need a head dim of stride 1, got stride %lld", name,
-              static_cast<long long>(tensor.strides[2]));
+  return JAXFLASH_OK;
 }
 
 jaxflash_status cuda_failure(const char* where, cudaError_t error) {
@@ -136,7 +144,7 @@ bool no_rows(const jaxflash_attention_params& params) {
 // Where the buffers of the backward pass start, each on a multiple of the alignment.
 struct BackwardWorkspace {
   size_t dq_accumulator;
-  size_t lse_log2;
+  size_t lse;
   size_t delta;
   size_t dq_turn;
   size_t bytes;
@@ -157,7 +165,7 @@ BackwardWorkspace backward_workspace(const jaxflash_attention_params& params) {
     return start;
   };
   workspace.dq_accumulator = reserve(rows * head_dim * 4);
-  workspace.lse_log2 = reserve(rows * 4);
+  workspace.lse = reserve(rows * 4);
   workspace.delta = reserve(rows * 4);
   workspace.dq_turn = reserve(params.deterministic ? rows / sm80::kMinBlockQ * 4 : 0);
   return workspace;
@@ -188,14 +196,13 @@ jaxflash_status jaxflash_attention_forward_cuda(const jaxflash_attention_params*
   if (auto status = check_support(*params, kSupport); status != JAXFLASH_OK) {
     return status;
   }
-  for (const auto& [name, tensor] : {std::pair{"q", &params->q},
-                                     {"k", &params->k},
-                                     {"v", &params->v},
-                                     {"out", &params->out}}) {
-    if (auto status = check_unit_stride(name, *tensor, params->head_dim);
-        status != JAXFLASH_OK) {
-      return status;
-    }
+  if (auto status =
+          check_unit_strides(params->head_dim, {{"q", &params->q, params->q_len},
+                                                {"k", &params->k, params->kv_len},
+                                                {"v", &params->v, params->kv_len},
+                                                {"out", &params->out, params->q_len}});
+      status != JAXFLASH_OK) {
+    return status;
   }
   if (no_rows(*params) || params->q_len == 0) return JAXFLASH_OK;
 
@@ -242,18 +249,17 @@ jaxflash_status jaxflash_attention_backward_cuda(
   if (auto status = check_support(forward, kSupport); status != JAXFLASH_OK) {
     return status;
   }
-  for (const auto& [name, tensor] : {std::pair{"q", &forward.q},
-                                     {"k", &forward.k},
-                                     {"v", &forward.v},
-                                     {"out", &forward.out},
-                                     {"d_out", &params->d_out},
-                                     {"dq", &params->dq},
-                                     {"dk", &params->dk},
-                                     {"dv", &params->dv}}) {
-    if (auto status = check_unit_stride(name, *tensor, forward.head_dim);
-        status != JAXFLASH_OK) {
-      return status;
-    }
+  if (auto status = check_unit_strides(forward.head_dim,
+                                       {{"q", &forward.q, forward.q_len},
+                                        {"k", &forward.k, forward.kv_len},
+                                        {"v", &forward.v, forward.kv_len},
+                                        {"out", &forward.out, forward.q_len},
+                                        {"d_out", &params->d_out, forward.q_len},
+                                        {"dq", &params->dq, forward.q_len},
+                                        {"dk", &params->dk, forward.kv_len},
+                                        {"dv", &params->dv, forward.kv_len}});
+      status != JAXFLASH_OK) {
+    return status;
   }
   const BackwardWorkspace layout = backward_workspace(forward);
   if (auto status = validate_workspace(workspace, workspace_bytes, layout.bytes,
@@ -291,7 +297,7 @@ jaxflash_status jaxflash_attention_backward_cuda(
                          &params->d_out, &params->dq, &params->dk, &params->dv});
   auto* bytes = static_cast<unsigned char*>(workspace);
   arguments.dq_accumulator = reinterpret_cast<float*>(bytes + layout.dq_accumulator);
-  arguments.lse_log2 = reinterpret_cast<float*>(bytes + layout.lse_log2);
+  arguments.lse = reinterpret_cast<float*>(bytes + layout.lse);
   arguments.delta = reinterpret_cast<float*>(bytes + layout.delta);
   arguments.dq_turn = reinterpret_cast<int*>(bytes + layout.dq_turn);
   const cudaError_t error = backward_launcher(forward.q.dtype, config)(

@@ -108,6 +108,27 @@ __device__ __forceinline__ void add_product(Fragments<kRows, kCols>& c,
   }
 }
 
+// Up to here the rounding of lse * log2(e) moves P by less than 2^-13.
+constexpr float kLargeLse = 1024.f;
+
+// S -> (scale S - lse) log2(e) for rows beyond: the product is rounded as in the
+// forward pass, which put the rounded maximum into lse, so that their difference is
+// exact. lse points at the value of the lane's first column.
+template <int kRows, int kCols>
+__device__ __forceinline__ void to_exact_exponents(Fragments<kRows, kCols>& s,
+                                                   const float* lse, float scale) {
+#pragma unroll
+  for (int n = 0; n < kCols; ++n) {
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s[m][n][i] = (__fmul_rn(s[m][n][i], scale) - lse[8 * n + i % 2]) * kLog2E;
+      }
+    }
+  }
+}
+
 // Zeroes the (key, row) that are hidden. first_key and first_row are those of this
 // lane's first element.
 template <int kRows, int kCols>
@@ -302,8 +323,7 @@ __global__ void __launch_bounds__(kBackwardConfigs[kConfigIndex].num_threads())
     load(q_smem(stage), q, forward.q.strides);
     load(do_smem(stage), d_out, p.d_out.strides);
     if (threadIdx.x < 2 * kBlockQ / 4) {
-      const float* source =
-          threadIdx.x < kBlockQ / 4 ? arguments.lse_log2 : arguments.delta;
+      const float* source = threadIdx.x < kBlockQ / 4 ? arguments.lse : arguments.delta;
       cp_async_cg_16(lse_smem(stage) + threadIdx.x * 16,
                      source + padded_row(at) + threadIdx.x % (kBlockQ / 4) * 4, 16);
     }
@@ -339,27 +359,39 @@ __global__ void __launch_bounds__(kBackwardConfigs[kConfigIndex].num_threads())
     __syncthreads();  // Q and dO visible; all are done with the last stage, P and dS
     if (kStages > 1 && step + 1 < num_steps) load_stage(next, (step + 1) % kStages);
 
+    const float* lse = reinterpret_cast<const float*>(
+        shared_memory + (lse_smem(stage) - k_smem) + (part_row + lane_col) * 4);
+    float2 row_lse[kScoreCols];
+    float largest = 0.f;
+#pragma unroll
+    for (int n = 0; n < kScoreCols; ++n) {
+      row_lse[n] = *reinterpret_cast<const float2*>(lse + 8 * n);
+      largest = fmaxf(largest, fmaxf(fabsf(row_lse[n].x), fabsf(row_lse[n].y)));
+    }
+    const bool large_lse = __any_sync(~0u, largest > kLargeLse);
+
     Fragments<kRows, kScoreCols> scores;
-    Fragments<kRows, kScoreCols> ds;
     product_over_head<Element, kHeadDim>(
         scores, k_rows,
         operand_b<kHeadDim>(q_smem(stage) + part_row * kHeadDim * 2, lane));
+    if (large_lse) to_exact_exponents(scores, lse, scale);
+    Fragments<kRows, kScoreCols> ds;
     product_over_head<Element, kHeadDim>(
         ds, v_rows,
         operand_b<kHeadDim>(do_smem(stage) + part_row * kHeadDim * 2, lane));
 
-    const float* lse = reinterpret_cast<const float*>(
-        shared_memory + (lse_smem(stage) - k_smem) + (part_row + lane_col) * 4);
+    const float factor = large_lse ? 1.f : scale_log2;
 #pragma unroll
     for (int n = 0; n < kScoreCols; ++n) {
-      const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * n);
+      const float shift[2] = {large_lse ? 0.f : row_lse[n].x * kLog2E,
+                              large_lse ? 0.f : row_lse[n].y * kLog2E};
       const float2 row_delta = *reinterpret_cast<const float2*>(lse + kBlockQ + 8 * n);
 #pragma unroll
       for (int m = 0; m < kRows; ++m) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float& prob = scores[m][n][i];
-          prob = ex2_approx_ftz(prob * scale_log2 - (i % 2 ? row_lse.y : row_lse.x));
+          prob = ex2_approx_ftz(prob * factor - shift[i % 2]);
           ds[m][n][i] = prob * (ds[m][n][i] - (i % 2 ? row_delta.y : row_delta.x));
         }
       }

@@ -2,7 +2,7 @@
 //
 // The two passes over rows of Q around the backward kernel; both only move bytes.
 //
-//   before: delta = rowsum(dO o O) - dlse, lse in base 2, and a zeroed dQ accumulator
+//   before: delta = rowsum(dO o O) - dlse, lse, and a zeroed dQ accumulator
 //   after:  dq = scale * dQ,  dscale[row] = rowsum(Q o dQ), dQ = dS K without the scale
 //
 // A group of kLanes lanes takes one row, 8 columns a lane.
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kRowsThreads)
   const bool takes_part = !isinf(lse);
   const float d_lse =
       takes_part && p.d_lse.data != nullptr ? value_of_row(p.d_lse) : 0.f;
-  arguments.lse_log2[index.padded] = takes_part ? lse * kLog2E : INFINITY;
+  arguments.lse[index.padded] = takes_part ? lse : INFINITY;
   arguments.delta[index.padded] = takes_part ? product - d_lse : 0.f;
 }
 

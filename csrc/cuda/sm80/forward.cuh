@@ -150,10 +150,20 @@ struct ForwardRows {
     }
   }
 
-  // What exp subtracts. A row that has seen no key yet must not compute inf - inf. lse
-  // adds back this very number, hence no fused multiply-add.
+  // What exp subtracts. A row that has seen no key yet must not compute inf - inf. The
+  // same rounded number everywhere, hence no fused multiply-add.
   __device__ __forceinline__ float shift(int r, float scale_log2) const {
     return row_max[r] == -INFINITY ? 0.f : __fmul_rn(row_max[r], scale_log2);
+  }
+
+  // With logits so large that float32 rounds lse visibly, P of the backward pass is
+  // only right if lse holds the row's maximum in the very rounding that scale * S has
+  // there. So the rounding of the shift in base 2 leaves the sum, and the maximum comes
+  // back in natural units.
+  __device__ __forceinline__ float log_sum_exp(int r, float sum, float scale,
+                                               float scale_log2) const {
+    const float shift_error = fmaf(row_max[r], scale_log2, -shift(r, scale_log2));
+    return __fmul_rn(row_max[r], scale) + (log2f(sum) - shift_error) * kLn2;
   }
 
   // P = exp(S - m), O += P V, by steps of 16 keys so that exp of one step runs beside
@@ -344,9 +354,8 @@ __global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads())
         rows.o[m][n][2 * half + 1] *= inverse;
       }
       if (lane % 4 == 0 && row < p.q_len) {
-        const float log_sum =
-            (__fmul_rn(rows.row_max[r], scale_log2) + log2f(sum)) * kLn2;
-        lse[row * p.lse.strides[1]] = empty ? -INFINITY : log_sum;
+        lse[row * p.lse.strides[1]] =
+            empty ? -INFINITY : rows.log_sum_exp(r, sum, fabsf(scale), scale_log2);
       }
     }
   }

@@ -31,7 +31,7 @@ struct BackwardArguments {
   bool vector_access;        // every row of every 16-bit matrix starts on 16 bytes
   // Workspace, all float32 [batch, N, num_rows_padded, ...].
   float* dq_accumulator;  // [..., head dim of the configuration]
-  float* lse_log2;        // lse * log2(e); +inf where a row takes no part
+  float* lse;             // of rows that take part, +inf of the others
   float* delta;           // rowsum(d_out o out) - d_lse
   // int32 [batch, N, num_rows_padded / kMinBlockQ], only for deterministic calls: how
   // many blocks have added their part to a tile of dQ.
