@@ -5,13 +5,12 @@ from __future__ import annotations
 import csv
 import functools
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-pytest.importorskip("tqdm")
 
 from jaxflash.benchmark import __main__ as command
 from jaxflash.benchmark import checks, peers, report, session, timing
@@ -213,6 +212,13 @@ def test_command_writes_everything(monkeypatch, tmp_path, capsys):
     assert "float32_forward_burst.png" in plots
     assert "float32_both_sustained.png" in plots
     assert "x best peer" in capsys.readouterr().out
+
+
+def test_progress_needs_no_package(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    results = run(monkeypatch, good=good)
+    assert results["good"].status == "ok"
+    assert f"[0/1] {SMALL.label}" in capsys.readouterr().err
 
 
 def test_table_compares_with_the_best_of_the_others():

@@ -2,20 +2,18 @@
 
 import concurrent.futures
 import dataclasses
-import functools
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 from jaxflash.benchmark import checks, machine, timing
 from jaxflash.benchmark.cases import Case, make_inputs
 from jaxflash.benchmark.peers import PEERS, matmul_program
+from jaxflash.benchmark.progress import progress_bar
 
 
 @dataclasses.dataclass
@@ -66,11 +64,8 @@ class Session:
 
         # Compilation runs ahead of the timing, never beside it.
         ahead = max(1, (os.cpu_count() or 1) // 4)
-        with tqdm(
-            total=len(cases), unit="case", dynamic_ncols=True, mininterval=1
-        ) as bar:
-            show = functools.partial(bar.set_description, refresh=sys.stderr.isatty())
-            show("roofline")
+        with progress_bar(len(cases)) as bar:
+            bar.describe("roofline")
             for dtype in dict.fromkeys(case.dtype for case in cases):
                 self._measure_roofline(dtype)
             self.save(self)
@@ -79,7 +74,7 @@ class Session:
                     break
                 mark = time.monotonic()
                 chunk = cases[first : first + ahead]
-                show(f"compile {len(chunk)} cases")
+                bar.describe(f"compile {len(chunk)} cases")
                 programs = self._compile(chunk)
                 chunk_s = time.monotonic() - mark
                 for case in chunk:
@@ -87,7 +82,7 @@ class Session:
                     if over_budget(expected_s + self._long_calls_s(case)):
                         break
                     mark = time.monotonic()
-                    show(case.label)
+                    bar.describe(case.label)
                     done = self._measure(case, programs.pop(case))
                     self.results += done
                     bar.write(summary(done))
