@@ -16,9 +16,8 @@ that over blocks of keys with O(T) memory:
     t_out = (p t_s) v - t_lse out + p t_v
     d_s   = p (d_out v^T - delta),  delta = rowsum(d_out out) - d_lse,  d_v = p^T d_out
 
-and d_s is pulled back through the score function for all other gradients. tangent and
-backward take out and lse as independent inputs, so jax.jvp of them gives exact second
-derivatives.
+and the transpose of t_s takes d_s to all other gradients. jax.jvp of tangent and
+backward gives exact second derivatives, and so on.
 
 Arrays are in the layout of jaxflash.layout, where all of them broadcast against scores
 [*batch, K, G, T, S].
@@ -211,12 +210,23 @@ def forward(spec: Spec, *operands: Array) -> tuple[Array, Array]:
 
 
 def _weights(s: Array, lse: Array) -> Array:
-    """p = exp(s - lse); 0 where a row sees nothing, or only an infinite sink."""
-    return jnp.exp(s - jnp.where(jnp.isinf(lse), jnp.inf, lse))
+    """exp(s - lse); 0 where a row sees nothing, or only an infinite sink.
+
+    Rounding of lse is common to a row, so whoever sums these divides by their total,
+    and lse is no more than a shift that derivatives need not know of.
+    """
+    return jnp.exp(s - lax.stop_gradient(jnp.where(jnp.isinf(lse), jnp.inf, lse)))
 
 
 def _sink_weights(x: Arrays) -> Array:
-    return jnp.exp(jnp.where(jnp.isinf(x["lse"]), -jnp.inf, x["sinks"] - x["lse"]))
+    sinks = jnp.where(jnp.isinf(x["lse"]), -jnp.inf, x.get("sinks", -jnp.inf))
+    return _weights(sinks, x["lse"])
+
+
+def _total(weights: Array, x: Arrays) -> Array:
+    """The sum of a row's weights and its sink's, 1 where there is none."""
+    total = weights + _sink_weights(x)
+    return jnp.where(total == 0, 1, total)
 
 
 def tangent(spec: Spec, names: Sequence[str], *arrays: Array) -> tuple[Array, Array]:
@@ -232,25 +242,31 @@ def tangent(spec: Spec, names: Sequence[str], *arrays: Array) -> tuple[Array, Ar
     x = call.enter()
 
     def step(carry, block, j):
-        acc, t_lse = carry
+        total, t_lse, out, t_out = carry
         s, product, slope = _scores(call, block, j)
         s = _hide(call, block, j, s)
         t_s = _tangent_scores(call, block, j, product, slope)
         t_s = jnp.where(jnp.isneginf(s), 0, t_s)
         p = _weights(s, block["lse"])
-        keep = _keep(call, block, j)
+        total = total + p.sum(-1, keepdims=True)
         t_lse = t_lse + (p * t_s).sum(-1, keepdims=True)
-        acc = acc + call.einsum(_TO_ROWS, keep * p * t_s, block["value"])
+        p = p * _keep(call, block, j)
+        out = out + call.einsum(_TO_ROWS, p, block["value"])
+        t_out = t_out + call.einsum(_TO_ROWS, p * t_s, block["value"])
         if "t_value" in block:
-            acc = acc + call.einsum(_TO_ROWS, call.round(keep * p), block["t_value"])
-        return acc, t_lse
+            t_out = t_out + call.einsum(_TO_ROWS, call.round(p), block["t_value"])
+        return total, t_lse, out, t_out
 
-    t_lse = jnp.zeros((*call.rows, 1), call.wide)
+    row = jnp.zeros((*call.rows, 1), call.wide)
+    rows = jnp.zeros((*call.rows, call.value_dim), call.wide)
+    total, t_lse, out, t_out = fold_keys(call, x, step, (row, row, rows, rows))
+    total = _total(total, x)
     if "t_sinks" in x:
         t_lse = t_lse + _sink_weights(x) * x["t_sinks"]
-    acc = jnp.zeros((*call.rows, call.value_dim), call.wide)
-    acc, t_lse = fold_keys(call, x, step, (acc, t_lse))
-    return call.leave(acc - t_lse * x["out"], t_lse)
+    t_lse = t_lse / total
+    # out is summed again because the given one is rounded, and the difference cancels.
+    t_out = (t_out - t_lse * out) / total
+    return call.leave(jnp.where(jnp.isfinite(x["out"]), t_out, jnp.nan), t_lse)
 
 
 def backward(
@@ -281,15 +297,32 @@ def backward(
     }
     dead = jnp.isinf(x["lse"])
     d_out = jnp.where(dead, 0, x["d_out"])
-    delta = (d_out * x["out"]).sum(-1, keepdims=True)
+
+    def weigh(block, j):
+        s, product, slope = _scores(call, block, j)
+        s = _hide(call, block, j, s)
+        return s, product, slope, _weights(s, block["lse"]), _keep(call, block, j)
+
+    def sum_rows(carry, block, j):
+        total, delta = carry
+        *_, p, keep = weigh(block, j)
+        d_p = call.einsum(_ROWS_KEY, d_out, block["value"])
+        p_sum, p_d_p = (a.sum(-1, keepdims=True) for a in (p, p * keep * d_p))
+        return total + p_sum, delta + p_d_p
+
+    # delta = rowsum(d_out out), but summed from the terms that it must cancel: the
+    # given out is rounded. What is not finite in it was left out of the products.
+    row = jnp.zeros((*call.rows, 1), call.wide)
+    total, delta = fold_keys(call, x, sum_rows, (row, row))
+    total = _total(total, x)
+    finite = jnp.isfinite(x["out"]).all(-1, keepdims=True)
+    delta = jnp.where(finite, delta / total, jnp.nan)
     if "d_lse" in x:
         delta = delta - jnp.where(dead, 0, x["d_lse"])
 
     def step(grads, block, j):
-        s, product, slope = _scores(call, block, j)
-        s = _hide(call, block, j, s)
-        p = _weights(s, block["lse"])
-        keep = _keep(call, block, j)
+        s, product, slope, p, keep = weigh(block, j)
+        p = p / total
         d_p = call.einsum(_ROWS_KEY, d_out, block["value"])
         d_s = jnp.where(jnp.isneginf(s), 0, p * (keep * d_p - delta))
         parts = _score_gradients(call, block, j, product, slope, d_s)
@@ -313,5 +346,5 @@ def backward(
     grads = fold_keys(call, x, step, grads)
     if "sinks" in wanted:
         shape = batches["sinks"] + x["sinks"].shape[rank:]
-        grads["sinks"] = sum_to(-_sink_weights(x) * delta, shape)
+        grads["sinks"] = sum_to(-_sink_weights(x) / total * delta, shape)
     return tuple(call.leave_gradient(name, grads[name]) for name in wanted)
