@@ -125,9 +125,8 @@ def main(argv=None) -> int:
     report.write(args.out, session, about)
     print(f"\n{report.table(session)}")
     print("\n".join(report.notes(session)))
-    if not args.no_plots:
-        plots.draw(args.out, session, title)
-    print(f"JSON, CSV, table and plots: {args.out}")
+    drawn = [] if args.no_plots else plots.draw(args.out, session, title)
+    print(f"JSON, CSV, table and {len(drawn)} plots: {args.out}")
     ours = [r for r in session.results if r.implementation == report.OURS]
     return 0 if all(r.status == "ok" for r in ours) else 1
 
