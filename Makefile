@@ -72,6 +72,7 @@ lint: $(INSTALLED) $(LINTERS)
 	$(TOOLS)ruff check
 	$(TOOLS)clang-format --dry-run -Werror $(CPP)
 	$(PY) tools/check_layers.py
+	$(PY) tools/check_kernels.py
 	$(TOOLS)pyright --pythonpath $$($(PY) -c 'import sys; print(sys.executable)')
 
 sanitize: $(INSTALLED)
