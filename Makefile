@@ -30,6 +30,7 @@ EXTRAS := test$(if $(GPU),$(comma)cuda)
 CPP := $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cuh' -o -name '*.cu')
 SOURCES := CMakeLists.txt pyproject.toml $(CPP) \
   $(shell find cmake csrc -name '*.cmake' -o -name '*.in' -o -name CMakeLists.txt)
+MODULES := $(sort $(shell find jaxflash -name '*.py'))
 
 export JAXFLASH_CUDA := $(CUDA)
 # The package is always the installed one, never the folder that shares its name.
@@ -86,7 +87,7 @@ clean:
 	rm -rf build dist .venv* .pytest_cache .ruff_cache .hypothesis
 
 ifeq ($(VENV),none)
-$(INSTALLED): $(SOURCES) $(shell find jaxflash -name '*.py')
+$(INSTALLED): $(SOURCES) $(MODULES)
 	rm -rf $(SITE)
 	$(PY) -m pip install --no-build-isolation --no-deps --no-index --target $(SITE) .
 	touch $@
@@ -96,10 +97,9 @@ $(VENV)/bin/python:
 
 # An editable install follows edits of Python files, but not new ones.
 $(VENV)/.modules: .FORCE | $(VENV)/bin/python
-	@find jaxflash -name '*.py' | sort | cmp -s - $@ || \
-	  find jaxflash -name '*.py' | sort > $@
+	@echo $(MODULES) | cmp -s - $@ || echo $(MODULES) > $@
 
-$(INSTALLED): $(SOURCES) $(VENV)/.modules
+$(INSTALLED): $(SOURCES) $(VENV)/.modules $(if $(EDITABLE),,$(MODULES))
 	rm -f $(VENV)/.installed-*
 	$(PY) -m pip install $(EDITABLE) '.[$(EXTRAS)]'
 	touch $@
