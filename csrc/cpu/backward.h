@@ -9,7 +9,8 @@
 //   dQ[i, h]  += sum_j dS[i, j] K[j, h]          dQ = scale dQ
 //
 // with delta = rowsum(dO o O). Each product is computed once: K, K^T and V^T are packed
-// per block of keys, which walks over the blocks of rows below it.
+// per block of keys, which walks over the blocks of rows below it. delta is summed in
+// the order of dP, so that dP - delta vanishes where one key holds all the mass.
 //
 // Keys and rows of a key/value head are cut into the same number of chunks. In step s
 // the task of key chunk c works on row chunk c + s (modulo the chunks), so that no two
@@ -44,7 +45,7 @@ class BackwardTask {
         head_dim_(head.head_dim),
         padded_dim_(head.padded_dim),
         depth_(words<M>(head.head_dim)) {
-    Arena arena(scratch);
+    Arena arena(scratch, kScratchFloats);
     const int64_t keys = blocks.keys;
     const int64_t rows = blocks.rows;
     k_transposed_ = arena.take(keys * depth_);

@@ -38,7 +38,7 @@ constexpr int kPanelVectors = 3;
 constexpr int kPanel = kPanelVectors * kLanes;
 
 // Floats of scratch on the stack of a task: threads may have as little as 512 KB.
-constexpr int kScratchFloats = 62 * 1024;
+constexpr int kScratchFloats = 60 * 1024;
 
 inline int vectors_for(int lanes) { return (lanes + kLanes - 1) / kLanes; }
 
@@ -83,7 +83,7 @@ class ForwardTask {
     q_factor_ = std::fabs(scale_) < FLT_MIN ? 0.0f : std::copysign(1.0f, scale_);
     factor_ = q_factor_ == 0.0f ? 1.0f : std::fabs(scale_);
 
-    Arena arena(scratch);
+    Arena arena(scratch, kScratchFloats);
     k_block_ = arena.take(static_cast<int64_t>(blocks.keys) * depth_);
     v_block_ = arena.take(static_cast<int64_t>(blocks.keys) * head_dim_);
     s_ = arena.take(static_cast<int64_t>(blocks.keys) * kPanel);
@@ -244,9 +244,8 @@ class ForwardTask {
       store_row(column, l == 0.0f ? 0.0f : 1.0f / l, head_dim_, out_.row(row + i),
                 out_.column_stride);
       const float m = max_[p * kPanel + i] * factor_;
-      *lse_.row(row + i) = l == 0.0f
-                               ? -kInfinity
-                               : static_cast<float>(m + std::log(double{l}));
+      *lse_.row(row + i) =
+          l == 0.0f ? -kInfinity : static_cast<float>(m + std::log(double{l}));
     }
   }
 

@@ -126,8 +126,8 @@ void gemm(int rows, int vectors, int depth, Operands o) {
   }
 }
 
-// Partial sums of a score are this many words long, so that its error does not grow with
-// the head dim, and one large product does not cost all later ones their low bits.
+// Partial sums of a score are this many words long, so that its error does not grow
+// with the head dim, and one large product does not cost all later ones their low bits.
 template <class Dot>
 constexpr int kScoreDepth = 16 * Dot::kElements;
 
@@ -139,7 +139,8 @@ void gemm_scores(int rows, int vectors, int depth, Operands o) {
   for (int k = kPart; k < depth; k += kPart) {
     o.a += kPart;
     o.b += kPart * static_cast<int64_t>(o.ldb);
-    gemm<Dot, Contiguous::kK, Update::kAdd>(rows, vectors, std::min(depth - k, kPart), o);
+    gemm<Dot, Contiguous::kK, Update::kAdd>(rows, vectors, std::min(depth - k, kPart),
+                                            o);
   }
 }
 

@@ -5,6 +5,7 @@
 #ifndef JAXFLASH_CSRC_CPU_PACK_H_
 #define JAXFLASH_CSRC_CPU_PACK_H_
 
+#include <cassert>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -168,16 +169,18 @@ inline Ints bits_before(Ints limit, int w) {
 // Carves float arrays out of one buffer, each aligned to a cache line.
 class Arena {
  public:
-  explicit Arena(float* buffer) : next_(buffer) {}
+  Arena(float* buffer, int64_t capacity) : next_(buffer), end_(buffer + capacity) {}
 
   float* take(int64_t count) {
     float* array = next_;
     next_ += (count + 15) / 16 * 16;
+    assert(next_ <= end_);
     return array;
   }
 
  private:
   float* next_;
+  [[maybe_unused]] float* const end_;
 };
 
 }  // namespace jaxflash::cpu::JAXFLASH_CPU_TARGET

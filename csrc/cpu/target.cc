@@ -41,8 +41,8 @@ struct Targets {
 
   Targets() {
     __builtin_cpu_init();
-    const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
+    // Every processor with AVX2 and FMA has F16C, for which some compilers cannot ask.
+    const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool v4 =
         v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
