@@ -5,6 +5,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <stdexcept>
@@ -118,6 +119,14 @@ std::tuple<Array, Array> forward(const Array& q, const Array& k, const Array& v,
 std::tuple<Array, Array, Array> backward(const Array& q, const Array& k, const Array& v,
                                          const Array& out, const Array& lse,
                                          const Array& d_out, bool is_causal) {
+  const bool same_shape = out.ndim() == 4 && d_out.ndim() == 4 && lse.ndim() == 3 &&
+                          std::equal(out.shape(), out.shape() + 4, d_out.shape()) &&
+                          std::equal(out.shape(), out.shape() + 3, q.shape()) &&
+                          lse.shape(0) == q.shape(0) && lse.shape(1) == q.shape(2) &&
+                          lse.shape(2) == q.shape(1) && out.shape(3) == v.shape(3);
+  if (!same_shape) {
+    throw std::invalid_argument("out, lse and d_out must have the shapes of forward");
+  }
   jaxflash_attention_backward_params params{};
   params.struct_size = sizeof(params);
   params.forward = make_params(q, k, v, out, lse, is_causal);
