@@ -43,8 +43,8 @@ DEFAULTS = {
         learning_rate=3e-3, dtype="float32", seconds=140.0,
     ),
     "gpu": dict(
-        steps=1500, batch=16, length=2048, layers=12, heads=6, width=768,
-        learning_rate=6e-4, dtype="bfloat16", seconds=0.0,
+        steps=2000, batch=8, length=2048, layers=8, heads=4, width=512,
+        learning_rate=1e-3, dtype="bfloat16", seconds=170.0,
     ),
 }  # fmt: skip
 
