@@ -118,8 +118,8 @@ inline Floats round_to<float>(Floats x) {
 
 template <>
 inline Floats round_to<Bfloat16>(Floats x) {
-  const Ints bits = (Ints)x;
-  const Ints rounded = (bits + 0x7fff + (bits >> 16 & 1)) & ~0xffff;
+  const Words bits = (Words)x;
+  const Words rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u;
   return select(x == x, (Floats)rounded, x);
 }
 

@@ -40,6 +40,7 @@ constexpr int kLanes = kVectorBytes / 4;
 
 typedef float Floats __attribute__((vector_size(kVectorBytes)));
 typedef int32_t Ints __attribute__((vector_size(kVectorBytes)));
+typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504088896340736f;
@@ -131,7 +132,7 @@ inline Floats exp2(Floats x) {
       _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
   return (Floats)_mm512_maskz_scalef_ps(normal, (__m512)y, (__m512)n);
 #else
-  y = (Floats)((Ints)y + ((Ints)shifted << 23));
+  y = (Floats)((Words)y + ((Words)shifted << 23));
   y = select(x < -126.0f, Floats{}, y);
   return select(x == x, y, x);
 #endif
@@ -154,7 +155,7 @@ struct DotBfloat16 {
 
   // The lower or the upper halves of words, as floats.
   static Floats half(Floats words, int which) {
-    return (Floats)(which == 0 ? (Ints)words << 16 : (Ints)words & ~0xffff);
+    return (Floats)(which == 0 ? (Words)words << 16 : (Words)words & 0xffff0000u);
   }
 
   // Words from two vectors of floats: `low` in the lower half, so first in memory.
