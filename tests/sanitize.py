@@ -146,11 +146,13 @@ def check(case: Case) -> None:
         scalars["scale"] = np.full(B, case.scale, np.float32)
         call["scale"] = case.scale
     if case.lengths is not None:
-        scalars["q_seq_lengths"], scalars["kv_seq_lengths"] = np.int32(case.lengths)
+        lengths = np.asarray(case.lengths, np.int32)
+        scalars["q_seq_lengths"], scalars["kv_seq_lengths"] = lengths
         call["query_seq_lengths"] = scalars["q_seq_lengths"]
         call["key_value_seq_lengths"] = scalars["kv_seq_lengths"]
     if case.offset is not None:
-        scalars["query_offset"] = call["query_offset"] = np.int32(case.offset)
+        scalars["query_offset"] = np.asarray(case.offset, np.int32)
+        call["query_offset"] = scalars["query_offset"]
     scalars = {n: DeviceArray(x.shape, x.dtype, x) for n, x in scalars.items()}
     for name, array in arrays.items():
         setattr(params, name, array.tensor(3))
