@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import pytest
 
@@ -17,7 +19,7 @@ DTYPES = {
 }
 
 
-def _device(implementation: str) -> jax.Device:
+def _device(implementation: str) -> Any:
     """Where tests of this implementation put their arrays."""
     if implementation != "cuda":
         return jax.devices("cpu")[0]

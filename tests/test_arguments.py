@@ -61,7 +61,8 @@ def test_bias_of_any_float_dtype(implementation, dtype, bias_dtype):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_mask_of_any_broadcastable_shape(implementation, shape):
-    check(make(mask=rng_mask(shape)), implementation)
+    call = make(mask=rng_mask(shape))
+    assert_forward(call, *run(call, implementation))
 
 
 def test_mask_with_empty_rows_changes_no_other_gradient(implementation, dtype):
@@ -102,14 +103,17 @@ def test_minus_infinity_bias_over_a_whole_row_is_a_row_without_keys(implementati
     assert np.all(np.asarray(grads["bias"][..., 5, :]) == 0)
 
 
+OFFSETS = [np.asarray(offset, np.int32) for offset in (0, 4, -6)]
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("offset", [0, 4, -6])
 @pytest.mark.parametrize(
     "window", [0, 3, (3, 0), (0, 5), (2, 1), (None, 2), (2, None), (None, None), 99]
 )
-def test_window(implementation, window, offset, is_causal):
-    call = make(local_window_size=window, query_offset=offset, is_causal=is_causal)
-    assert_forward(call, *run(call, implementation))
+def test_window(implementation, window, is_causal):
+    for offset in OFFSETS:
+        call = make(local_window_size=window, query_offset=offset, is_causal=is_causal)
+        assert_forward(call, *run(call, implementation))
 
 
 @pytest.mark.parametrize("window", [3, (2, 1), (None, 2), (5, None)])
@@ -154,12 +158,11 @@ def test_segment_boundaries_stop_gradients(implementation):
         assert np.any(np.asarray(grads[name][0, :7]) != 0)
 
 
-@pytest.mark.parametrize("softcap", [0.5, 10, 30.0, 50.0])
-@pytest.mark.parametrize("size", [1.0, 300.0])
-def test_softcap(implementation, softcap, size):
+@pytest.mark.parametrize("softcap", [0.5, 10, 50.0])
+def test_softcap(implementation, softcap):
     call = make(softcap=softcap, is_causal=True, query_offset=4)
-    call["query"] = call["query"] * np.float32(size)
-    check(call, implementation)
+    for size in (1, 300):
+        check(call | {"query": call["query"] * np.float32(size)}, implementation)
 
 
 def test_saturated_softcap_has_gradient_zero(implementation):
@@ -199,11 +202,11 @@ def test_infinite_sinks(implementation):
 
 
 @pytest.mark.parametrize("shape", [(N,), (B, N), (1, N)])
-@pytest.mark.parametrize("offset", [0, 5, -4])
-def test_alibi(implementation, shape, offset):
-    slopes = np.abs(rng_array(shape))
-    call = make(alibi_slopes=slopes, query_offset=offset)
-    check(call, implementation, wrt=("alibi_slopes",))
+def test_alibi(implementation, shape):
+    call = make(alibi_slopes=np.abs(rng_array(shape)))
+    for offset in OFFSETS:
+        call["query_offset"] = offset
+        check(call, implementation, wrt=("alibi_slopes",))
 
 
 @pytest.mark.parametrize(("H", "Hv"), [(24, 16), (16, 24), (12, 1), (1, 12)])

@@ -45,7 +45,7 @@ def moved(call: dict, tangents: dict, step: float) -> dict:
     return call | {name: call[name] + step * t for name, t in tangents.items()}
 
 
-def scalar_loop(c: dict, b: int, n: int, i: int) -> tuple[list[float], float]:
+def scalar_loop(c: dict, b: int, n: int, i: int) -> tuple[np.ndarray, float]:
     """One row of `every_argument`, in words of one index each."""
     group = c["query"].shape[2] // c["key"].shape[2]
     position = i + c["query_offset"][b]
@@ -66,13 +66,13 @@ def scalar_loop(c: dict, b: int, n: int, i: int) -> tuple[list[float], float]:
             s += c["bias"][b, 0, i, j]
             scores[j] = s - c["alibi_slopes"][b, n] * abs(position - j)
     if i >= c["query_seq_lengths"][b]:
-        return [0.0] * values.shape[-1], -math.inf
+        return np.zeros(values.shape[-1]), -math.inf
     total = math.fsum(map(math.exp, scores.values())) + math.exp(c["sinks"][n])
     out = sum(
         math.exp(s) / total * c["keep"][b, n, i, j] / 0.75 * values[j]
         for j, s in scores.items()
     )
-    return np.broadcast_to(out, values.shape[-1]), math.log(total)
+    return np.broadcast_to(np.asarray(out), values.shape[-1]), math.log(total)
 
 
 def test_forward_matches_a_scalar_loop():
