@@ -72,8 +72,10 @@ def assert_gradients(
     rtol = GRADIENT_TOLERANCE[np.asarray(call["query"]).dtype.name]
     assert grads, "no gradients given"
     for name, got in grads.items():
-        # bias and its gradient may have a dtype of their own.
-        unit = float(jnp.finfo(got.dtype).eps) * np.abs(want[name])
+        # bias and its gradient may have a dtype of their own; below its normal numbers
+        # a dtype rounds to its smallest subnormal.
+        info = jnp.finfo(got.dtype)
+        unit = float(info.eps) * np.abs(want[name]) + float(info.smallest_subnormal)
         assert_close(got, want[name], rtol * _largest(size[name]) + unit, f"d{name}")
 
 
