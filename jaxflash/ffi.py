@@ -24,6 +24,22 @@ _HOW_TO_BUILD = {
     "cpu": "run `pip install .` with a C++ compiler",
     "cuda": "run `pip install .` with nvcc on PATH, or `make CUDA=pip`",
 }
+_FALLBACK = (
+    "; the call runs implementation='reference' (exact, O(T) memory, slower). "
+    "Pass implementation='reference' to choose it and silence this warning."
+)
+# What the kernels call the gradients.
+_GRADIENTS = {
+    "query": "dq",
+    "key": "dk",
+    "value": "dv",
+    "scale": "dscale",
+    "bias": "dbias",
+    "sinks": "dsinks",
+    "alibi_slopes": "dalibi",
+}
+# Gradients that the kernel returns per row [N, T], and the axes that make them whole.
+_ROW_SUMS = {"scale": (-2, -1), "sinks": (-1,), "alibi_slopes": (-1,)}
 
 
 @functools.cache
@@ -68,9 +84,10 @@ def unavailable(backend: str) -> str | None:
     return _device_refusal() if backend == "cuda" else None
 
 
-def refusal(backend: str, spec: Spec, shapes: Sequence) -> str | None:
+def refusal(backend: str, spec: Spec, operands: Sequence) -> str | None:
     """The first thing about a call that a backend's kernels do not serve, or None."""
-    by_name = dict(zip(spec.operands, shapes, strict=False))
+    # The backward pass has more operands, behind those of the forward pass.
+    by_name = dict(zip(spec.operands, operands, strict=False))
     query, value = by_name["query"], by_name["value"]
     return KERNELS[backend].refusal(
         spec, jnp.dtype(query.dtype).name, query.shape[-1], value.shape[-1]
@@ -134,12 +151,6 @@ def choose(spec: Spec, avals: Sequence, platform: str | None) -> str:
     prefix = f"jaxflash's {platform} kernels " if what else "jaxflash: "
     _warn_once(prefix + why + _FALLBACK)
     return "reference"
-
-
-_FALLBACK = (
-    "; the call runs implementation='reference' (exact, O(T) memory, slower). "
-    "Pass implementation='reference' to choose it and silence this warning."
-)
 
 
 def call(
@@ -238,16 +249,3 @@ def call_backward(
 
     raw = ctx.replace(avals_in=[aval for _, aval in results])
     return compat.lower_function(raw, finish, *values)
-
-
-_GRADIENTS = {
-    "query": "dq",
-    "key": "dk",
-    "value": "dv",
-    "scale": "dscale",
-    "bias": "dbias",
-    "sinks": "dsinks",
-    "alibi_slopes": "dalibi",
-}
-# Gradients that the kernel returns per row [N, T], and the axes that make them whole.
-_ROW_SUMS = {"scale": (-2, -1), "sinks": (-1,), "alibi_slopes": (-1,)}
