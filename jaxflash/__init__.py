@@ -1,4 +1,7 @@
-"""Flash attention for JAX from hand-written C++ and CUDA kernels."""
+"""Flash attention for JAX from hand-written C++ and CUDA kernels.
+
+Public are the names in __all__ and `jaxflash.flax`; other modules are private.
+"""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -8,6 +11,6 @@ from jaxflash.attention import dot_product_attention
 try:
     __version__ = version("jaxflash")
 except PackageNotFoundError:  # imported from a source tree
-    __version__ = "0.1.0"
+    __version__ = "0+source"
 
 __all__ = ["__version__", "checkpoint_policies", "dot_product_attention"]

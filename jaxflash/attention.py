@@ -43,9 +43,8 @@ def dot_product_attention(
     Shapes: T query length, S key/value length, N query heads, K key/value heads, H head
     dim of query and key, Hv head dim of value. K divides N, and query head n reads
     key/value head n // (N / K). `*batch` is any number of leading axes, none included,
-    the same for query, key and value. Derivatives of
-    any order, forward and reverse, exist in query, key, value, bias, scale, sinks and
-    alibi_slopes.
+    the same for query, key and value. Derivatives of any order, forward and reverse,
+    exist in query, key, value, bias, scale, sinks and alibi_slopes.
 
     A call with the arguments of `jax.nn.dot_product_attention` means what it means
     there, but: a row that sees no key gives 0 (jax.nn: the mean of value, or NaN); the
@@ -96,7 +95,8 @@ def dot_product_attention(
         implementation: "cuda" or "cpu" for the compiled kernels, "reference" for plain
             JAX in blocks of keys, or None for the kernels of the platform that the
             call is compiled for. Where those do not serve the call, None takes the
-            reference and warns once, naming the argument.
+            reference and warns once, naming the argument. Forward mode and second
+            derivatives run on the reference in any case.
         return_residual: also return lse.
 
     Returns:
@@ -148,11 +148,13 @@ def dot_product_attention(
             operands[name] = arguments.per_head(name, x, (*batch, num_heads), wide)
     rate, operands["dropout_seed"] = arguments.dropout(dropout_rate, dropout_key, batch)
     left, right = arguments.window(local_window_size)
-    if implementation not in (None, *IMPLEMENTATIONS):
+    known = implementation is None or isinstance(implementation, str)
+    if not known or implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
             f"implementation must be None or one of {IMPLEMENTATIONS}, got "
             f"{implementation!r}"
         )
+    with_lse = arguments.flag("return_residual", return_residual)
     present = {name: x for name, x in operands.items() if x is not None}
     arguments.one_device_set(present)
     spec = Spec(
@@ -168,4 +170,4 @@ def dot_product_attention(
     )
     ffi.check_implementation(spec, tuple(present.values()))
     out, lse = attention_forward(*present.values(), spec=spec)
-    return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
+    return (out, jnp.swapaxes(lse, -1, -2)) if with_lse else out
