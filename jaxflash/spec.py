@@ -101,8 +101,9 @@ class Kernels:
         if dtype not in self.dtypes:
             return f"query of dtype {dtype}"
         if head_dim != value_head_dim:
-            return f"value with a head dim other than query's ({value_head_dim} != " + (
-                f"{head_dim})"
+            return (
+                "value with a head dim other than query's "
+                f"({value_head_dim} != {head_dim})"
             )
         if head_dim > self.max_head_dim:
             return f"query with head dim H = {head_dim}"
