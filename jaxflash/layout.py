@@ -23,9 +23,11 @@ from jaxflash.spec import Spec, accumulator, batch_shape, core_rank, lead
 Arrays = dict[str, Array]
 
 # Arrays that are cut into blocks of keys, and the axis that is cut.
-_KEY_AXIS = dict.fromkeys(("key", "value", "raw_value", "t_key", "t_value"), -3)
-_KEY_AXIS |= dict.fromkeys(("bias", "t_bias", "mask", "key_taint"), -1)
-_KEY_AXIS |= {"key_value_segment_ids": -1}
+_KEY_AXIS: dict[str, int] = {
+    **{name: -3 for name in ("key", "value", "raw_value", "t_key", "t_value")},
+    **{name: -1 for name in ("bias", "t_bias", "mask", "key_taint")},
+    "key_value_segment_ids": -1,
+}
 # Scores in one block of keys: bounds the temporaries of a step to some 64 MB.
 _BLOCK_ELEMENTS = 2**24
 _MIN_BLOCK, _MAX_BLOCK = 32, 512
