@@ -178,10 +178,10 @@ using jaxflash::fail;
 
 jaxflash_status jaxflash_attention_forward_workspace_cuda(
     const jaxflash_attention_params* params, size_t* bytes) {
-  if (bytes == nullptr) {
-    return fail(JAXFLASH_INVALID_ARGUMENT, "bytes: expected a pointer, got NULL");
+  if (params == nullptr || bytes == nullptr) {
+    return fail(JAXFLASH_INVALID_ARGUMENT,
+                "params and bytes: expected pointers, got NULL");
   }
-  (void)params;
   *bytes = 0;
   return JAXFLASH_OK;
 }
