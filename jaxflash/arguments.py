@@ -35,20 +35,31 @@ _PRECISIONS = {
 }
 
 
+_INT32 = np.iinfo(np.int32)
+_FLOAT32_MIN = float(np.finfo(np.float32).tiny)
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
 def is_traced(x: Any) -> bool:
     """Whether the value of x is unknown while this Python code runs."""
     return isinstance(x, Tracer)
 
 
-def _is_local(x: Any) -> bool:
-    """Whether this process can read the value: known, and not on another host."""
-    return not is_traced(x) and getattr(x, "is_fully_addressable", True)
+def _value(x: Any) -> np.ndarray | None:
+    """The numbers in x, or None where they are traced or on another host."""
+    if is_traced(x) or not getattr(x, "is_fully_addressable", True):
+        return None
+    try:
+        value = np.asarray(x)
+    except jax.errors.TracerArrayConversionError:
+        return None  # a list or a wrapper of traced values
+    return value if jnp.issubdtype(value.dtype, jnp.number) else None
 
 
 def _array(name: str, x: Any) -> Array:
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{name} must be an array, got {x!r}") from error
 
 
@@ -127,19 +138,25 @@ def broadcastable(name: str, x: Any, full: tuple[int, ...]) -> Array:
 def integers(
     name: str, x: Any, shape: tuple[int, ...], letters: str, most: int | None = None
 ) -> Array:
-    """An int32 array of one shape, its values in [0, most] where they are known."""
+    """An int32 array of one shape.
+
+    Its values are checked where they are known: against [0, most], and without a most
+    only those of wider integers, which the cast to int32 could change.
+    """
     # Inside jit, jnp.asarray would turn a known value into a traced one.
     given, x = x, _array(name, x)
     _dtype(name, x, jnp.int32, "int32")
     if letters == "[*batch]" and shape == () and x.shape == (1,):
         x = x.reshape(())  # jax.nn takes lengths [1] where query has three axes
     _shape(name, x, shape, letters)
-    if most is not None and _is_local(given) and x.size:
-        values = np.asarray(given)
-        low, high = int(values.min()), int(values.max())
-        if low < 0 or high > most:
+    least, most = (_INT32.min, _INT32.max) if most is None else (0, most)
+    value = _value(given) if least == 0 or isinstance(given, np.ndarray) else None
+    if value is not None and value.size:
+        low, high = int(value.min()), int(value.max())
+        if low < least or high > most:
             raise ValueError(
-                f"{name} must be from 0 to {most}, got {low if low < 0 else high}"
+                f"{name} must be from {least} to {most}, got "
+                f"{low if low < least else high}"
             )
     return x
 
@@ -168,13 +185,14 @@ def scale(x: Any, head_dim: int, dtype: Any) -> Array:
     if isinstance(x, str | bool):
         raise TypeError(f"scale must be a number or a scalar array, got {x!r}")
     if isinstance(x, numbers.Real):
-        x = float(x)
+        x = _number("scale", x)
     given, x = x, _array("scale", x)
     _dtype("scale", x, jnp.floating, "float")
     if x.shape != ():
         raise ValueError(f"scale must be a scalar, of shape (), got {x.shape}")
-    if _is_local(given) and not math.isfinite(float(given)):
-        raise ValueError(f"scale must be finite, got {float(given)}")
+    value = _value(given)
+    if value is not None and not abs(value) <= jnp.finfo(dtype).max:
+        raise ValueError(f"scale must be finite in {dtype}, got {value}")
     return x.astype(dtype)
 
 
@@ -185,6 +203,8 @@ def query_offset(x: Any, batch: tuple[int, ...]) -> Array | None:
         return jnp.asarray(x, jnp.int32) if x else None
     if isinstance(x, numbers.Number | str) or x is None:
         raise TypeError(f"query_offset must be an int or an int32 array, got {x!r}")
+    if isinstance(x, np.ndarray) and x.dtype == np.int64:
+        x = np.clip(x, -MAX_OFFSET, MAX_OFFSET)  # before JAX cuts it to 32 bits
     x = _array("query_offset", x)
     _dtype("query_offset", x, jnp.int32, "int32")
     if x.shape != ():
@@ -229,7 +249,10 @@ def window(x: Any) -> tuple[int, int]:
 def _number(name: str, x: Any) -> float:
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
         raise TypeError(f"{name} must be a Python number, got {x!r}")
-    return float(x)
+    try:
+        return float(x)
+    except OverflowError:
+        raise ValueError(f"{name} must be a finite number, got {x!r}") from None
 
 
 def softcap(x: Any) -> float:
@@ -237,8 +260,10 @@ def softcap(x: Any) -> float:
     if x is None:
         return 0.0
     value = _number("softcap", x)
-    if not 0 < value < math.inf:
-        raise ValueError(f"softcap must be finite and greater than 0, got {value}")
+    if not _FLOAT32_MIN <= value <= _FLOAT32_MAX:
+        raise ValueError(
+            f"softcap must be finite and greater than 0 in float32, got {value}"
+        )
     return value
 
 

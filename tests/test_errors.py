@@ -77,6 +77,8 @@ OF_VALUES = [
     ({"scale": float("nan")}, ValueError, "scale", "finite", "nan"),
     ({"scale": float("-inf")}, ValueError, "scale", "finite", "-inf"),
     ({"scale": "0.5"}, WRONG, "scale", "0.5"),
+    ({"scale": 1e39}, ValueError, "scale", "finite", "1e+39"),
+    ({"scale": 10**400}, ValueError, "scale", "finite", "1000"),
     ({"query_seq_lengths": lengths(6, 1)}, ValueError, "query_seq_lengths", "5", "6"),
     ({"query_seq_lengths": lengths(2, -1)}, ValueError, "query_seq_lengths", "-1"),
     ({"key_value_seq_lengths": lengths(7, 8)}, ValueError, "key_value_seq_lengths",
@@ -92,6 +94,11 @@ OF_VALUES = [
     ({"softcap": -2.0}, ValueError, "softcap", "-2.0"),
     ({"softcap": float("nan")}, ValueError, "softcap", "nan"),
     ({"softcap": float("inf")}, ValueError, "softcap", "inf"),
+    ({"softcap": 1e39}, ValueError, "softcap", "finite", "1e+39"),
+    ({"softcap": 1e-50}, ValueError, "softcap", "greater than 0", "1e-50"),
+    ({"query_seq_lengths": [2**40, 1]}, WRONG, "query_seq_lengths", "1099511627776"),
+    ({"query_segment_ids": np.full((B, T), 2**40), "key_value_segment_ids": ids(B, S)},
+     ValueError, "query_segment_ids", "2147483647", "1099511627776"),
     ({"dropout_rate": 0.5}, ValueError, "dropout_key", "None"),
     ({"dropout_rate": -0.1}, ValueError, "dropout_rate", "-0.1"),
     ({"dropout_rate": 1.0}, ValueError, "dropout_rate", "1.0"),
@@ -99,6 +106,8 @@ OF_VALUES = [
     ({"precision": "exact"}, WRONG, "precision", "exact"),
     ({"implementation": "tpu"}, ValueError, "implementation", "cuda", "cpu",
      "reference", "tpu"),
+    ({"implementation": np.zeros(2)}, ValueError, "implementation", "None"),
+    ({"return_residual": 1}, WRONG, "return_residual", "bool", "1"),
 ]  # fmt: skip
 
 

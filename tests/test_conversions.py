@@ -1,0 +1,71 @@
+"""What may stand for an array: lists, wide integers, wrappers of traced values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from calls import make_call
+
+from jaxflash import dot_product_attention
+
+CALL = make_call(9, 11, batch=(2,))
+
+
+class Wrapper:
+    """A parameter of a neural network library: JAX unwraps it, NumPy cannot."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __jax_array__(self):
+        return self.array
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.array, dtype)
+
+
+def attention(implementation, **arguments):
+    return dot_product_attention(
+        **CALL | arguments, is_causal=True, implementation=implementation
+    )
+
+
+@pytest.mark.parametrize("name", ["query_seq_lengths", "key_value_seq_lengths"])
+def test_lengths_in_a_list_may_be_traced(implementation, name):
+    got = jax.jit(lambda n: attention(implementation, **{name: [n, 3]}))(jnp.int32(5))
+    want = attention(implementation, **{name: np.array([5, 3], np.int32)})
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_wrapped_arrays_may_be_traced(implementation):
+    def wrapped(scale, lengths):
+        return attention(
+            implementation,
+            scale=Wrapper(scale),
+            query_offset=Wrapper(lengths),
+            key_value_seq_lengths=Wrapper(lengths),
+        ).sum()
+
+    lengths = jnp.array([5, 11], jnp.int32)
+    scale = jnp.float32(0.3)
+    value, slope = jax.jit(jax.value_and_grad(wrapped))(scale, lengths)
+
+    def bare(scale):
+        return attention(
+            implementation,
+            scale=scale,
+            query_offset=lengths,
+            key_value_seq_lengths=lengths,
+        ).sum()
+
+    want, want_slope = jax.value_and_grad(bare)(scale)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    np.testing.assert_allclose(slope, want_slope, rtol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [2**40, -(2**40), 2**32, 3])
+def test_offsets_of_wider_integers_are_clamped_and_not_cut(implementation, offset):
+    want = attention(implementation, query_offset=offset)
+    for wide in (np.array(offset), np.full(2, offset), np.int64(offset)):
+        got = attention(implementation, query_offset=wide)
+        np.testing.assert_array_equal(got, want)
