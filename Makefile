@@ -14,12 +14,14 @@
 #   CUDA=auto|on|off|pip  auto: build the CUDA kernels if nvcc is found; pip: with the
 #                       CUDA wheels, fetched for the build
 #   EDITABLE=           install a copy instead of a link to these sources
+#   PARALLEL=           run the tests in one process
 #   ARGS=...            more arguments for pytest, the demo or the benchmark
 
 PYTHON ?= python3
 VENV ?= .venv
 CUDA ?= auto
 EDITABLE ?= -e
+PARALLEL ?= -n auto --dist loadfile
 ARGS ?=
 
 # A GPU in the machine brings the JAX that can use it.
@@ -58,10 +60,10 @@ demo: $(INSTALLED)
 	$(PY) examples/train_gpt.py $(ARGS)
 
 test: $(INSTALLED)
-	$(PY) -m pytest tests $(ARGS)
+	$(PY) -m pytest tests $(PARALLEL) $(ARGS)
 
 test-gpu: $(INSTALLED)
-	$(PY) -m pytest tests --require-gpu $(ARGS)
+	$(PY) -m pytest tests --require-gpu $(PARALLEL) $(ARGS)
 
 bench: $(INSTALLED)
 	$(PY) -m jaxflash.benchmark $(ARGS)
