@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import pytest
+import os
+
+# Several test processes share one GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
