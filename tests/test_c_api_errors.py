@@ -53,7 +53,7 @@ INVALID_FORWARD = {
     "negative rank": (sizes(batch_rank=-1), "batch_rank", "got -1"),
     "negative batch": (batch(0, -2), "batch_shape", "got -2"),
     "batch overflow": (batch(0, 2**62), "below 2^59", "got 4 *"),
-    "q_len": (sizes(q_len=-1), "q_len must be in [0, 1073741824]", "got -1"),
+    "q_len": (sizes(q_len=-1), "q_len must be in [0, 1073740800]", "got -1"),
     "kv_len": (sizes(kv_len=2**40), "kv_len", "got 1099511627776"),
     "num_heads": (sizes(num_heads=3), "multiple of num_kv_heads", "got 3 and 2"),
     "no heads": (sizes(num_heads=0), "multiple of num_kv_heads", "got 0 and 2"),

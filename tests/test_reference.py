@@ -12,7 +12,7 @@ import pytest
 from calls import cotangents, make_call
 from compare import assert_close
 
-from jaxflash import reference
+from jaxflash import layout, reference
 from jaxflash.spec import CORE_AXES, DIFFERENTIABLE, Spec
 
 B, N, T, S, BLOCK = 2, 4, 11, 29, 8
@@ -70,8 +70,8 @@ def name(request):
 @pytest.fixture
 def problem(name, monkeypatch):
     """A spec and its operands by name, with blocks smaller than the keys."""
-    monkeypatch.setattr(reference, "_MIN_BLOCK", BLOCK)
-    monkeypatch.setattr(reference, "_MAX_BLOCK", BLOCK)
+    monkeypatch.setattr(layout, "_MIN_BLOCK", BLOCK)
+    monkeypatch.setattr(layout, "_MAX_BLOCK", BLOCK)
     call = make_call(T, S, batch=(B,), N=N, K=2, H=6, dtype="float64")
     call |= {"scale": np.full((), 0.4)} | CASES[name]
     with jax.enable_x64(True):

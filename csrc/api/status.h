@@ -16,4 +16,11 @@ namespace jaxflash {
 
 }  // namespace jaxflash
 
+// Hands a failure on to the caller.
+#define JAXFLASH_RETURN_IF_ERROR(expression)      \
+  do {                                            \
+    const jaxflash_status status_ = (expression); \
+    if (status_ != JAXFLASH_OK) return status_;   \
+  } while (false)
+
 #endif  // JAXFLASH_CSRC_API_STATUS_H_

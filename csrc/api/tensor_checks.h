@@ -8,14 +8,8 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "api/status.h"
 #include "jaxflash/attention.h"
-
-// Hands a failure on to the caller.
-#define JAXFLASH_RETURN_IF_ERROR(expression)      \
-  do {                                            \
-    const jaxflash_status status_ = (expression); \
-    if (status_ != JAXFLASH_OK) return status_;   \
-  } while (false)
 
 namespace jaxflash {
 

@@ -12,9 +12,9 @@
 
 namespace jaxflash {
 
-// Lengths stay at or below 2^30, and query offsets are clamped to +-2^30, so that
+// Lengths stay a tile below 2^30, and query offsets are clamped to +-2^30, so that
 // kernels may compute positions in int32.
-inline constexpr int64_t kMaxLength = int64_t{1} << 30;
+inline constexpr int64_t kMaxLength = (int64_t{1} << 30) - 1024;
 
 // Whether the parameters describe a call that some backend could run.
 jaxflash_status validate_forward(const jaxflash_attention_params* params);

@@ -24,7 +24,8 @@ namespace jaxflash {
 namespace {
 
 constexpr Support kSupport = {/*backend=*/"cuda", /*max_head_dim=*/256};
-constexpr size_t kWorkspaceAlignment = 256;
+// What XLA promises for its buffers.
+constexpr size_t kWorkspaceAlignment = 128;
 
 using ForwardLauncher = cudaError_t (*)(const sm80::ForwardArguments&, cudaStream_t);
 using BackwardLauncher = cudaError_t (*)(const sm80::BackwardArguments&, cudaStream_t);
@@ -99,6 +100,8 @@ jaxflash_status check_unit_strides(int64_t columns,
 }
 
 jaxflash_status cuda_failure(const char* where, cudaError_t error) {
+  // The runtime keeps the error for whoever asks next: the launch of another call.
+  cudaGetLastError();
   return fail(JAXFLASH_INTERNAL, "%s: %s: %s (%d)", where, cudaGetErrorName(error),
               cudaGetErrorString(error), static_cast<int>(error));
 }
@@ -174,13 +177,13 @@ BackwardWorkspace backward_workspace(const jaxflash_attention_params& params) {
 }  // namespace
 }  // namespace jaxflash
 
-using jaxflash::fail;
-
 jaxflash_status jaxflash_attention_forward_workspace_cuda(
     const jaxflash_attention_params* params, size_t* bytes) {
-  if (params == nullptr || bytes == nullptr) {
-    return fail(JAXFLASH_INVALID_ARGUMENT,
-                "params and bytes: expected pointers, got NULL");
+  using namespace jaxflash;
+  JAXFLASH_RETURN_IF_ERROR(validate_forward(params));
+  JAXFLASH_RETURN_IF_ERROR(check_support(*params, kSupport));
+  if (bytes == nullptr) {
+    return fail(JAXFLASH_INVALID_ARGUMENT, "bytes must not be NULL");
   }
   *bytes = 0;
   return JAXFLASH_OK;
@@ -192,28 +195,23 @@ jaxflash_status jaxflash_attention_forward_cuda(const jaxflash_attention_params*
   using namespace jaxflash;
   (void)workspace;
   (void)workspace_bytes;
-  if (auto status = validate_forward(params); status != JAXFLASH_OK) return status;
-  if (auto status = check_support(*params, kSupport); status != JAXFLASH_OK) {
-    return status;
-  }
-  if (auto status =
-          check_unit_strides(params->head_dim, {{"q", &params->q, params->q_len},
-                                                {"k", &params->k, params->kv_len},
-                                                {"v", &params->v, params->kv_len},
-                                                {"out", &params->out, params->q_len}});
-      status != JAXFLASH_OK) {
-    return status;
-  }
+  JAXFLASH_RETURN_IF_ERROR(validate_forward(params));
+  JAXFLASH_RETURN_IF_ERROR(check_support(*params, kSupport));
+  JAXFLASH_RETURN_IF_ERROR(
+      check_unit_strides(params->head_dim, {{"q", &params->q, params->q_len},
+                                            {"k", &params->k, params->kv_len},
+                                            {"v", &params->v, params->kv_len},
+                                            {"out", &params->out, params->q_len}}));
   if (no_rows(*params) || params->q_len == 0) return JAXFLASH_OK;
 
   DeviceLimits limits = {};
-  if (auto status = device_limits(&limits); status != JAXFLASH_OK) return status;
+  JAXFLASH_RETURN_IF_ERROR(device_limits(&limits));
   const int config = sm80::forward_config_index(static_cast<int>(params->head_dim),
                                                 limits.shared_memory_of_sm);
   const int64_t q_tiles =
       divide_up(params->q_len, sm80::kForwardConfigs[config].block_q);
   const int64_t blocks = q_tiles * params->num_heads * batch_size(*params);
-  if (auto status = check_blocks(blocks); status != JAXFLASH_OK) return status;
+  JAXFLASH_RETURN_IF_ERROR(check_blocks(blocks));
   sm80::ForwardArguments arguments = {};
   arguments.params = *params;
   arguments.num_blocks = static_cast<uint32_t>(blocks);
@@ -227,16 +225,13 @@ jaxflash_status jaxflash_attention_forward_cuda(const jaxflash_attention_params*
 
 jaxflash_status jaxflash_attention_backward_workspace_cuda(
     const jaxflash_attention_backward_params* params, size_t* bytes) {
-  if (params == nullptr || bytes == nullptr) {
-    return fail(JAXFLASH_INVALID_ARGUMENT,
-                "params and bytes: expected pointers, got NULL");
+  using namespace jaxflash;
+  JAXFLASH_RETURN_IF_ERROR(validate_backward(params));
+  JAXFLASH_RETURN_IF_ERROR(check_support(params->forward, kSupport));
+  if (bytes == nullptr) {
+    return fail(JAXFLASH_INVALID_ARGUMENT, "bytes must not be NULL");
   }
-  if (params->forward.head_dim < 1 || params->forward.head_dim > 256) {
-    return fail(JAXFLASH_UNSUPPORTED,
-                "head_dim: the cuda backend serves 1 to 256, got %lld",
-                static_cast<long long>(params->forward.head_dim));
-  }
-  *bytes = jaxflash::backward_workspace(params->forward).bytes;
+  *bytes = backward_workspace(params->forward).bytes;
   return JAXFLASH_OK;
 }
 
@@ -244,33 +239,25 @@ jaxflash_status jaxflash_attention_backward_cuda(
     const jaxflash_attention_backward_params* params, void* workspace,
     size_t workspace_bytes, void* stream) {
   using namespace jaxflash;
-  if (auto status = validate_backward(params); status != JAXFLASH_OK) return status;
+  JAXFLASH_RETURN_IF_ERROR(validate_backward(params));
   const jaxflash_attention_params& forward = params->forward;
-  if (auto status = check_support(forward, kSupport); status != JAXFLASH_OK) {
-    return status;
-  }
-  if (auto status = check_unit_strides(forward.head_dim,
-                                       {{"q", &forward.q, forward.q_len},
-                                        {"k", &forward.k, forward.kv_len},
-                                        {"v", &forward.v, forward.kv_len},
-                                        {"out", &forward.out, forward.q_len},
-                                        {"d_out", &params->d_out, forward.q_len},
-                                        {"dq", &params->dq, forward.q_len},
-                                        {"dk", &params->dk, forward.kv_len},
-                                        {"dv", &params->dv, forward.kv_len}});
-      status != JAXFLASH_OK) {
-    return status;
-  }
+  JAXFLASH_RETURN_IF_ERROR(check_support(forward, kSupport));
+  JAXFLASH_RETURN_IF_ERROR(
+      check_unit_strides(forward.head_dim, {{"q", &forward.q, forward.q_len},
+                                            {"k", &forward.k, forward.kv_len},
+                                            {"v", &forward.v, forward.kv_len},
+                                            {"out", &forward.out, forward.q_len},
+                                            {"d_out", &params->d_out, forward.q_len},
+                                            {"dq", &params->dq, forward.q_len},
+                                            {"dk", &params->dk, forward.kv_len},
+                                            {"dv", &params->dv, forward.kv_len}}));
   const BackwardWorkspace layout = backward_workspace(forward);
-  if (auto status = validate_workspace(workspace, workspace_bytes, layout.bytes,
-                                       kWorkspaceAlignment);
-      status != JAXFLASH_OK) {
-    return status;
-  }
+  JAXFLASH_RETURN_IF_ERROR(validate_workspace(workspace, workspace_bytes, layout.bytes,
+                                              kWorkspaceAlignment));
   if (no_rows(forward)) return JAXFLASH_OK;
 
   DeviceLimits limits = {};
-  if (auto status = device_limits(&limits); status != JAXFLASH_OK) return status;
+  JAXFLASH_RETURN_IF_ERROR(device_limits(&limits));
   const int config = sm80::backward_config_index(static_cast<int>(forward.head_dim),
                                                  limits.shared_memory_of_block);
   if (config < 0) {
@@ -283,7 +270,7 @@ jaxflash_status jaxflash_attention_backward_cuda(
   const int64_t kv_tiles =
       divide_up(forward.kv_len, sm80::kBackwardConfigs[config].block_kv);
   const int64_t blocks = kv_tiles * forward.num_kv_heads * batch_size(forward);
-  if (auto status = check_blocks(blocks); status != JAXFLASH_OK) return status;
+  JAXFLASH_RETURN_IF_ERROR(check_blocks(blocks));
 
   sm80::BackwardArguments arguments = {};
   arguments.params = *params;

@@ -176,7 +176,7 @@ JAXFLASH_API jaxflash_status jaxflash_attention_backward_cpu(
 
 /* CUDA. Pointers are device pointers of the current device, stream is a cudaStream_t;
  * the calls only enqueue work on it (they may be captured into a CUDA graph).
- * Workspace: 256-byte aligned device memory. The queries need no device. */
+ * Workspace: 128-byte aligned device memory. The queries need no device. */
 JAXFLASH_API jaxflash_status jaxflash_attention_forward_workspace_cuda(
     const jaxflash_attention_params* params, size_t* bytes);
 JAXFLASH_API jaxflash_status
