@@ -200,7 +200,8 @@ __device__ __forceinline__ void store_float32(float* matrix, int64_t row_stride,
 
 // The order of float32 additions decides the last bits of dQ. Deterministic calls add
 // in the order of the keys: the blocks of keys that see a tile of rows are the first
-// ones of the head, and started before this one, so each waits for its predecessor.
+// ones of the head, so each waits for its predecessor. That one has started, since GPUs
+// start blocks in the order of their numbers, though CUDA does not promise it.
 __device__ __forceinline__ void wait_for_turn(const int* turn, int number) {
   if (threadIdx.x == 0) {
     while (ld_acquire_gpu(turn) != number) __nanosleep(32);
