@@ -7,6 +7,7 @@ names the argument, what was expected and what came.
 import math
 import numbers
 import operator
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,8 @@ def _array(name: str, x: Any) -> Array:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"{name} must be an array, got {x!r}") from error
+        text = f"{name} must be an array, got {reprlib.repr(x)}: {error}"
+        raise TypeError(text) from error
 
 
 def _dtype(name: str, x: Array, kind: Any, text: str) -> None:

@@ -98,3 +98,37 @@ def test_devices_do_not_wait_for_each_other(implementation, mesh, qkv):
     other = [jnp.roll(x, 2, axis=0) for x in (k, v)]
     want = 2 * attention(q, k, v) + 2 * attention(q, *other)
     check(got, want)
+
+
+EXPLICIT = [
+    (P("data"), P("data")),
+    (P(None, None, "data"), P(None, None, "data")),
+    (P(None, "data"), P()),
+    (P(), P("data")),
+]
+
+
+@pytest.mark.parametrize(("of_query", "of_keys"), EXPLICIT, ids=str)
+def test_explicit_shardings_of_gradients(implementation, qkv, of_query, of_keys):
+    """A gradient has the type of its operand, to any order."""
+
+    def curvature(qkv):
+        slopes = jax.grad(loss)(qkv, implementation)
+        return sum((slope**2).sum() for slope in slopes)
+
+    small = tuple(x[:2, :6] for x in qkv)
+    both = jax.jit(lambda qkv: (jax.grad(loss)(qkv, implementation),
+                                jax.grad(curvature)(qkv)))  # fmt: skip
+    want = both(small)
+    mesh = jax.make_mesh(
+        (2,), ("data",), (AxisType.Explicit,), devices=jax.devices("cpu")[:2]
+    )
+    with jax.set_mesh(mesh):
+        placed = tuple(
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip(small, (of_query, of_keys, of_keys), strict=True)
+        )
+        got = both(placed)
+    for leaf, x in zip(got[0], placed, strict=True):
+        assert jax.typeof(leaf) == jax.typeof(x)
+    check(got, want)

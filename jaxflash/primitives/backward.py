@@ -73,7 +73,7 @@ def _jvp(primals, tangents, *, spec: Spec, wanted, summed):
     grads = attention_backward(*primals, spec=spec, wanted=wanted, summed=summed)
     names = _names(primals, spec)
     function = partial(reference.backward, spec, names, wanted, summed)
-    return grads, list(common.jvp_of_reference(function, primals, tangents))
+    return grads, list(common.jvp_of_reference(function, primals, tangents, grads))
 
 
 attention_backward_p.def_impl(partial(xla.apply_primitive, attention_backward_p))

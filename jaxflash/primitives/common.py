@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import ShapedArray
 from jax.interpreters import ad
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxflash.spec import CORE_AXES, batch_shape, core_rank, lead
 
@@ -47,8 +47,8 @@ def result_aval(
 ) -> ShapedArray:
     """Type of a result shaped like operand `name`.
 
-    Explicit shardings: each batch axis is sharded as in the first operand that shards
-    it, the heads as in that operand, or in query for out and lse.
+    Explicit shardings: a gradient is sharded as its operand. Otherwise, each batch
+    axis is sharded as in the first operand that shards it, and the heads as in query.
     """
     like = avals[names.index(name if name in names else "query")]
     rank = len(shape) - core_rank(name)
@@ -58,10 +58,14 @@ def result_aval(
         for axis in range(-min(rank, own), 0):
             if aval.shape[own + axis] == shape[rank + axis]:
                 spec[rank + axis] = spec[rank + axis] or aval.sharding.spec[own + axis]
-        if aval is like:
-            for letter in set(CORE_AXES[name]) & set(CORE_AXES[operand]) & set("NK"):
-                axis = own + CORE_AXES[operand].index(letter)
-                spec[rank + CORE_AXES[name].index(letter)] = aval.sharding.spec[axis]
+    given = like.sharding.spec
+    if name in names:
+        for axis in range(-min(len(shape), like.ndim), 0):
+            if like.shape[axis] == shape[axis]:
+                spec[axis] = given[like.ndim + axis]
+    else:
+        heads = like.ndim - core_rank("query") + CORE_AXES["query"].index("N")
+        spec[rank + CORE_AXES[name].index("N")] = given[heads]
     sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*spec))
     return like.update(
         shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding
@@ -73,8 +77,16 @@ def full_batch(names: Sequence[str], arrays: Sequence) -> tuple[int, ...]:
     return batch_shape(names, [array.shape for array in arrays])
 
 
-def jvp_of_reference(function, primals, tangents):
-    """Derivative of a reference function in the inputs whose tangents are not zero."""
+def jvp_of_reference(function, primals, tangents, values):
+    """Derivative of a reference function in the inputs whose tangents are not zero.
+
+    `values`, what the function returns, tell how its derivative is sharded: the
+    function itself is written for one device.
+    """
+    shardings = tuple(jax.typeof(value).sharding for value in values)
+    if any(AxisType.Explicit in sharding.mesh.axis_types for sharding in shardings):
+        specs = tuple(sharding.spec for sharding in shardings)
+        function = jax.sharding.auto_axes(function, out_sharding=specs)
     live = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
 
     def of_live(*some):

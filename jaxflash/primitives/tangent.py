@@ -55,7 +55,7 @@ def _batch(operands, dims, *, spec: Spec, tangents: tuple[str, ...]):
 def _jvp(primals, change, *, spec: Spec, tangents: tuple[str, ...]):
     values = attention_tangent(*primals, spec=spec, tangents=tangents)
     function = partial(reference.tangent, spec, tangents)
-    return values, list(common.jvp_of_reference(function, primals, change))
+    return values, list(common.jvp_of_reference(function, primals, change, values))
 
 
 def _transpose(cotangents, *operands, spec: Spec, tangents: tuple[str, ...]):
