@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import math
 import warnings
 from collections.abc import Sequence
@@ -14,12 +15,15 @@ from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jaxflash import compat
-from jaxflash.spec import KERNELS, Spec, batch_shape, core_rank
+from jaxflash.spec import KERNELS, Spec, batch_shape, core_rank, lead
 
 # Platforms with kernels, in JAX's spelling for lowering, and the name under which the
 # FFI registers targets for them.
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 MIN_COMPUTE_CAPABILITY = (8, 0)
+# The kernels walk this many batch axes; where a call needs more, its operands are
+# broadcast.
+_MAX_BATCH_RANK = 6
 _HOW_TO_BUILD = {
     "cpu": "run `pip install .` with a C++ compiler",
     "cuda": "run `pip install .` with nvcc on PATH, or `make CUDA=pip`",
@@ -129,8 +133,9 @@ def choose(spec: Spec, avals: Sequence, platform: str | None) -> str:
         NotImplementedError: the call names another backend's kernels, or kernels that
             cannot run here.
     """
-    if spec.implementation == "reference":
-        return "reference"
+    query = avals[spec.operands.index("query")]
+    if spec.implementation == "reference" or query.shape[-2] == 0:
+        return "reference"  # also without heads, where there is nothing to launch
     if spec.implementation is not None:
         if spec.implementation != platform:
             raise NotImplementedError(
@@ -180,6 +185,17 @@ def call(
     q_len, num_heads, head_dim = avals["query"].shape[-3:]
     kv_len, num_kv_heads, _ = avals["key"].shape[-3:]
     batch = batch_shape(names, [aval.shape for aval in given])
+    if _merged_rank(names, given, batch) > _MAX_BATCH_RANK:
+        full = [(*batch, *a.shape[len(lead(n, a.shape)) :]) for n, a in avals.items()]
+        operands = compat.lower_function(
+            ctx, lambda *arrays: list(map(jnp.broadcast_to, arrays, full)), *operands
+        )
+        ctx = ctx.replace(
+            avals_in=[
+                ShapedArray(shape, aval.dtype)
+                for shape, aval in zip(full, given, strict=True)
+            ]
+        )
     workspace = module.workspace_bytes(
         direction,
         avals["query"].dtype.name,
@@ -209,6 +225,17 @@ def call(
         precision=spec.precision,
     )
     return list(values)[:-1]
+
+
+def _merged_rank(names: Sequence[str], avals: Sequence, batch: Sequence[int]) -> int:
+    """Batch axes that are left when neighbours merge that the same operands vary on."""
+    leads = [lead(name, aval.shape) for name, aval in zip(names, avals, strict=True)]
+    patterns = [
+        tuple(len(own) >= -axis and own[axis] != 1 for own in leads)
+        for axis in range(-len(batch), 0)
+        if batch[axis] != 1
+    ]
+    return len(list(itertools.groupby(patterns)))
 
 
 def call_backward(

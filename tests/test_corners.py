@@ -30,11 +30,17 @@ def test_no_keys_give_zero_rows(implementation, dtype, is_causal):
 
 
 @pytest.mark.parametrize(
-    ("batch", "T", "S", "N"),
-    [((2,), 0, 5, 4), ((0,), 3, 5, 4), ((2,), 3, 5, 0), ((0,), 0, 0, 2)],
+    ("batch", "T", "S", "N", "K"),
+    [
+        ((2,), 0, 5, 4, 4),
+        ((0,), 3, 5, 4, 4),
+        ((2,), 3, 5, 0, 0),
+        ((2,), 3, 5, 0, 2),
+        ((0,), 0, 0, 2, 2),
+    ],
 )
-def test_empty_arrays_have_the_right_shape(implementation, dtype, batch, T, S, N):
-    call = make_call(T, S, batch=batch, N=N, dtype=dtype)
+def test_empty_arrays_have_the_right_shape(implementation, dtype, batch, T, S, N, K):
+    call = make_call(T, S, batch=batch, N=N, K=K, dtype=dtype)
     out, lse = run(call, implementation)
     assert (out.shape, out.dtype) == ((*batch, T, N, 16), dtype)
     assert (lse.shape, lse.dtype) == ((*batch, T, N), np.float32)

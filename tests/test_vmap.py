@@ -259,3 +259,41 @@ def test_vmap_with_a_named_axis(implementation, working_dtype):
     want, _ = loop(function, stacks)
     total = np.broadcast_to(want.astype(np.float64).sum(0), out.shape)
     assert_close(out, total, TOLERANCE[working_dtype] * 4, "out")
+
+
+def test_more_alternating_axes_than_kernels_walk(implementation, working_dtype):
+    """Eight vmaps in turns over keys and over queries: no two of the axes merge."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), working_dtype)  # noqa: E731
+    qs, ks, vs = (
+        draw(*[2] * 4, 3, 2, 4),
+        draw(*[2] * 4, 3, 1, 4),
+        draw(*[2] * 4, 3, 1, 4),
+    )
+
+    def attention(q, k, v):
+        return dot_product_attention(q, k, v, implementation=implementation)
+
+    nested = attention
+    for _ in range(4):
+        nested = jax.vmap(jax.vmap(nested, (0, None, None)), (None, 0, 0))
+
+    def copied(qs, ks, vs):
+        qs = qs[None, :, None, :, None, :, None, :]
+        ks, vs = (x[:, None, :, None, :, None, :, None] for x in (ks, vs))
+        return attention(
+            *(jnp.broadcast_to(x, (*[2] * 8, *x.shape[8:])) for x in (qs, ks, vs))
+        )
+
+    def results(function):
+        def loss(*qkv):
+            return (function(*qkv).astype(jnp.float32) ** 2).sum()
+
+        step = lambda *qkv: (function(*qkv), jax.grad(loss, (0, 1, 2))(*qkv))  # noqa: E731
+        return jax.jit(step)(qs, ks, vs)
+
+    got, want = results(nested), results(copied)
+    for leaf, target in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        target = np.asarray(target, np.float64)
+        size = np.abs(target).max()
+        assert_close(leaf, target, 2 * TOLERANCE[working_dtype] * size)
