@@ -48,12 +48,14 @@ def is_traced(x: Any) -> bool:
 
 def _value(x: Any) -> np.ndarray | None:
     """The numbers in x, or None where they are traced or on another host."""
+    if not is_traced(x) and hasattr(x, "__jax_array__"):
+        x = x.__jax_array__()  # a parameter of a neural network library
     if is_traced(x) or not getattr(x, "is_fully_addressable", True):
         return None
     try:
         value = np.asarray(x)
     except jax.errors.TracerArrayConversionError:
-        return None  # a list or a wrapper of traced values
+        return None  # a list of traced values
     return value if jnp.issubdtype(value.dtype, jnp.number) else None
 
 

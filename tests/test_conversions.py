@@ -12,7 +12,7 @@ CALL = make_call(9, 11, batch=(2,))
 
 
 class Wrapper:
-    """A parameter of a neural network library: JAX unwraps it, NumPy cannot."""
+    """Like a parameter of Flax: unwrapped by JAX, everything else goes to its array."""
 
     def __init__(self, array):
         self.array = array
@@ -20,8 +20,8 @@ class Wrapper:
     def __jax_array__(self):
         return self.array
 
-    def __array__(self, dtype=None, copy=None):
-        return np.asarray(self.array, dtype)
+    def __getattr__(self, name):
+        return getattr(self.array, name)
 
 
 def attention(implementation, **arguments):
