@@ -116,7 +116,7 @@ def check_mma(library: str) -> list[str]:
         },
     }
     found: collections.Counter = collections.Counter()
-    kernel = None
+    kernel, dtype = None, ""
     for line in cuobjdump("-sass", "-arch", SASS_ARCH, library).splitlines():
         if "Function :" in line:
             kernel = KERNEL.search(line)
