@@ -93,6 +93,9 @@ def refusal(backend: str, spec: Spec, operands: Sequence) -> str | None:
     # The backward pass has more operands, behind those of the forward pass.
     by_name = dict(zip(spec.operands, operands, strict=False))
     query, value = by_name["query"], by_name["value"]
+    for name, operand in by_name.items():
+        if not all(isinstance(size, int) for size in operand.shape):
+            return f"{name} of the symbolic shape {operand.shape}"
     return KERNELS[backend].refusal(
         spec, jnp.dtype(query.dtype).name, query.shape[-1], value.shape[-1]
     )

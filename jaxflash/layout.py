@@ -160,7 +160,14 @@ class Call:
 
 def fold_keys(call: Call, x: Arrays, step: Callable, carry):
     """Folds carry = step(carry, block of x, its key positions) over blocks of keys."""
+    if not isinstance(call.kv_len, int):
+        raise NotImplementedError(
+            f"key must have a length S that is a number, got {call.kv_len}; batch axes "
+            "and the query length may be symbolic"
+        )
     rows = max(math.prod(call.rows), 1)
+    if not isinstance(rows, int):
+        rows = _BLOCK_ELEMENTS  # symbolic sizes of an export: the smallest block
     block_len = min(max(_BLOCK_ELEMENTS // rows, _MIN_BLOCK), _MAX_BLOCK)
     if call.kv_len <= block_len:
         return step(carry, x, jnp.arange(call.kv_len, dtype=jnp.int32))
