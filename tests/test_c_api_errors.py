@@ -283,3 +283,13 @@ def test_cuda_entry_points_answer_on_every_machine():
         else:
             assert status == c_api.OK, c_api.last_error()
             assert query(None, ctypes.byref(size)) == c_api.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_an_executor_without_parallel_for_is_refused(direction):
+    call = c_api.make_call()
+    assert c_api.run("forward", call.params) == c_api.OK
+    params = call.params if direction == "forward" else call.backward
+    status = c_api.run(direction, params, c_api.Executor(None, 4))
+    assert status == c_api.INVALID_ARGUMENT
+    assert "parallel_for" in c_api.last_error()

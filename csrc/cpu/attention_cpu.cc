@@ -22,6 +22,14 @@ jaxflash_status check(jaxflash_status valid, const jaxflash_attention_params* pa
   return served != JAXFLASH_OK ? served : select_kernels(kernels);
 }
 
+jaxflash_status check_executor(const jaxflash_executor* executor) {
+  if (executor == nullptr || executor->parallel_for != nullptr) return JAXFLASH_OK;
+  return fail(
+      JAXFLASH_INVALID_ARGUMENT,
+      "executor: expected a parallel_for, got NULL; a NULL executor runs on the "
+      "calling thread");
+}
+
 bool is_empty(const jaxflash_attention_params& params) {
   return batch_size(params) == 0 || params.num_heads == 0;
 }
@@ -55,6 +63,7 @@ jaxflash_status jaxflash_attention_forward_cpu(const jaxflash_attention_params* 
   const Kernels* kernels = nullptr;
   const auto status = jaxflash::cpu::check(validate_forward(params), params, &kernels);
   if (status != JAXFLASH_OK) return status;
+  JAXFLASH_RETURN_IF_ERROR(jaxflash::cpu::check_executor(executor));
   if (!jaxflash::cpu::is_empty(*params)) kernels->forward(*params, executor);
   return JAXFLASH_OK;
 }
@@ -80,6 +89,7 @@ jaxflash_status jaxflash_attention_backward_cpu(
   const auto* forward = params == nullptr ? nullptr : &params->forward;
   auto status = jaxflash::cpu::check(validate_backward(params), forward, &kernels);
   if (status != JAXFLASH_OK) return status;
+  JAXFLASH_RETURN_IF_ERROR(jaxflash::cpu::check_executor(executor));
   if (jaxflash::cpu::is_empty(*forward)) return JAXFLASH_OK;
   status = validate_workspace(workspace, workspace_bytes,
                               kernels->backward_workspace(*forward),

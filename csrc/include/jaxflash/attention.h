@@ -22,8 +22,11 @@
  * - Zero-initialise every struct, then set struct_size and the members that you use:
  *   zero means "absent" or "off" everywhere, except window_left and window_right,
  *   where -1 means unlimited.
- * - On any status but JAXFLASH_OK nothing was written to the outputs.
- * - Bytes outside the described elements are never read or written.
+ * - On any status but JAXFLASH_OK nothing was written to the outputs, except that after
+ *   JAXFLASH_INTERNAL their contents are undefined.
+ * - Bytes outside the described elements are never read or written. Outputs overlap
+ *   neither inputs nor each other.
+ * - Lengths go to 2^30 - 1024; query offsets are clamped to +-2^30.
  */
 #ifndef JAXFLASH_ATTENTION_H_
 #define JAXFLASH_ATTENTION_H_
@@ -31,11 +34,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#if defined(_WIN32)
-#define JAXFLASH_API __declspec(dllexport)
-#else
 #define JAXFLASH_API __attribute__((visibility("default")))
-#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -147,7 +146,8 @@ typedef struct jaxflash_attention_backward_params {
 
 /* How the CPU backend runs in parallel. parallel_for must call task(argument, i) once
  * for every i in [0, count), in any order and on any threads, and return when all calls
- * have returned. num_threads is a hint for splitting the work. */
+ * have returned. num_threads is a hint for splitting the work. A task uses up to 300 KB
+ * of its thread's stack. */
 typedef struct jaxflash_executor {
   void* context;
   int32_t num_threads;
