@@ -5,7 +5,7 @@ import numpy as np
 import oracle
 import pytest
 from calls import QKV, cotangents, make_call, run_gradients
-from compare import assert_gradients
+from compare import assert_close, assert_equal, assert_gradients
 
 HEAD_DIMS = (1, 5, 20, 40, 63, 64, 72, 80, 96, 104, 128, 160, 192, 255, 256)
 LENGTHS = ((1, 1), (1, 130), (130, 1), (64, 64), (63, 65), (129, 257), (192, 192))
@@ -100,7 +100,13 @@ def test_a_subset_of_gradients_equals_the_full_set(implementation, working_dtype
     some = run_gradients(call, implementation, d_out, d_lse, wrt, deterministic=True)
     full = run_gradients(call, implementation, d_out, d_lse, deterministic=True)
     for name in wrt:
-        np.testing.assert_array_equal(some[name], full[name])
+        # A kernel computes each gradient the same way; XLA fuses two programs of plain
+        # JAX in two ways.
+        if implementation == "reference":
+            size = np.abs(np.asarray(full[name])).max()
+            assert_close(some[name], full[name], 4e-7 * size, f"d{name}")
+        else:
+            assert_equal(some[name], full[name], f"d{name}")
 
 
 def test_cotangent_of_lse_alone(implementation, dtype):

@@ -149,5 +149,7 @@ def test_yardstick_is_the_attention_of_jax_nn():
         call = make_call(33, 40, K=2, dtype=dtype)
         want = jax_nn_attention(**call)
         got, _ = xla_attention(call)
+        # Two programs: the sums of softmax and of the product may round either way in
+        # each of them.
         unit = float(jax.numpy.finfo(dtype).eps)
-        assert_close(got, want, 2 * unit * np.abs(np.asarray(want, np.float64)).max())
+        assert_close(got, want, 4 * unit * np.abs(np.asarray(want, np.float64)).max())
