@@ -12,7 +12,15 @@ import sys
 import numpy as np
 
 MAX_BATCH_RANK = 6
-DTYPES = {"float32": 1, "bfloat16": 2, "float16": 3, "int32": 4, "uint32": 5, "bool": 6}
+DTYPES = {
+    "float32": 1,
+    "bfloat16": 2,
+    "float16": 3,
+    "int32": 4,
+    "uint32": 5,
+    "bool": 6,
+    "int8": 7,
+}
 
 
 class Tensor(ctypes.Structure):
@@ -63,6 +71,7 @@ class Params(ctypes.Structure):
         ("dropout_seed", Tensor),
         ("out", Tensor),
         ("lse", Tensor),
+        ("out_low", Tensor),
     )
 
 

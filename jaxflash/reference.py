@@ -31,7 +31,7 @@ from jax import Array, lax
 from jaxflash import compat
 from jaxflash.layout import Arrays, Call, add_block, fold_keys, sum_to
 from jaxflash.philox import keep_mask
-from jaxflash.spec import UNLIMITED, Spec
+from jaxflash.spec import UNLIMITED, Spec, residuals
 
 # Products: scores from rows and keys, rows from scores and keys, keys from scores and
 # rows; query keeps its own order of axes.
@@ -235,10 +235,12 @@ def tangent(spec: Spec, names: Sequence[str], *arrays: Array) -> tuple[Array, Ar
     Args:
         spec: the call.
         names: the operands that have tangents.
-        *arrays: the operands, out, lse, and one tangent per name.
+        *arrays: the operands, the residuals, and one tangent per name.
     """
+    query = arrays[spec.operands.index("query")]
     t_names = ["t_" + name for name in names]
-    call = Call(spec, (*spec.operands, "out", "lse", *t_names), arrays)
+    names = (*spec.operands, *residuals(query.dtype), *t_names)
+    call = Call(spec, names, arrays)
     x = call.enter()
 
     def step(carry, block, j):
@@ -280,7 +282,7 @@ def backward(
 
     Args:
         spec: the call.
-        names: the operands, out, lse, d_out and perhaps d_lse.
+        names: the operands, the residuals, d_out and perhaps d_lse.
         wanted: the operands whose gradients are returned.
         summed: for each, the batch axes (negative) over which its gradient is summed
             because it is shared; they stay with size 1.

@@ -25,6 +25,7 @@ CORE_AXES: dict[str, str] = {
     "dropout_seed": "2",
     "out": "TNV",
     "lse": "NT",
+    "out_low": "TNV",
     "d_out": "TNV",
     "d_lse": "NT",
 }
@@ -157,6 +158,17 @@ def batch_shape(
             raise ValueError(f"batch axes do not broadcast: {leads}")
         batch.append(sizes.pop() if sizes else 1)
     return tuple(batch)
+
+
+def residuals(dtype) -> tuple[str, ...]:
+    """What the forward pass hands to its derivative.
+
+    out_low is what rounding took from a 16-bit out, eight bits of each element: delta =
+    rowsum(d_out out) needs them, since its error is common to all keys of a row.
+    """
+    if jnp.dtype(dtype).itemsize == 2:
+        return ("out", "lse", "out_low")
+    return ("out", "lse")
 
 
 def accumulator(dtype) -> jnp.dtype:

@@ -160,6 +160,9 @@ def make_call(
         *(buffer.array for buffer in outputs.values()),
         is_causal=is_causal,
     )
+    if dtype != "float32":
+        outputs["out_low"] = Buffer((*batch, T, N, H), np.dtype(np.int8), layout, 3)
+        params.out_low = outputs["out_low"].tensor
     for name in scalars or ():
         setattr(params, name, inputs[name].tensor)
 

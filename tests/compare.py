@@ -79,6 +79,13 @@ def assert_gradients(
         assert_close(got, want[name], rtol * _largest(size[name]) + unit, f"d{name}")
 
 
+def with_low_bits(out: Any, low: Any) -> np.ndarray:
+    """What a 16-bit out was rounded from, as far as out_low tells."""
+    shift = {"bfloat16": 8, "float16": 5}[np.asarray(out).dtype.name]
+    high = np.asarray(out).astype(np.float32).view(np.int32)
+    return (high + (np.asarray(low).astype(np.int32) << shift)).view(np.float32)
+
+
 def jax_nn_attention(*args: Any, implementation: str = "xla", **arguments: Any) -> Any:
     """jax.nn's own function, which does not hold under strict promotion."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

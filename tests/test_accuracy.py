@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 from calls import KINDS, QKV, cotangents, make_call, run, run_gradients
-from compare import assert_meets_bar, xla_results
+from compare import assert_gradients, assert_meets_bar, xla_results
 
 pytestmark = pytest.mark.every_dtype
 
@@ -70,7 +70,14 @@ def test_rows_of_huge_negative_logits_are_shift_invariant(implementation, dtype)
     call["query"] = np.full_like(call["query"], 44.0)
     call["key"] = (call["key"] * np.float32(0.25) - 44).astype(dtype)
     assert oracle.evaluate(**call).dots.max() < -2e5
-    check(call, implementation, dtype)
+    if implementation != "cuda":
+        check(call, implementation, dtype)
+        return
+    # XLA keeps dS in float32 and has no rounding of it to multiply by the -44 that all
+    # keys share, 176 of their standard deviations: no yardstick for products of 16 bits.
+    cts = cotangents(call)
+    check_forward(call, implementation, dtype, xla_results(call, *cts))
+    assert_gradients(call, run_gradients(call, implementation, *cts), *cts)
 
 
 def test_gradients_of_a_single_row_of_low_probability_mass(implementation, dtype):

@@ -1,5 +1,7 @@
 """What may stand for an array: lists, wide integers, wrappers of traced values."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,8 @@ from calls import make_call
 
 from jaxflash import dot_product_attention
 
-CALL = make_call(9, 11, batch=(2,))
+DTYPES = ("float32", "float16")
+CALLS = {dtype: make_call(9, 11, batch=(2,), dtype=dtype) for dtype in DTYPES}
 
 
 class Wrapper:
@@ -24,27 +27,34 @@ class Wrapper:
         return getattr(self.array, name)
 
 
-def attention(implementation, **arguments):
-    return dot_product_attention(
-        **CALL | arguments, is_causal=True, implementation=implementation
+@pytest.fixture
+def attention(implementation, working_dtype):
+    return functools.partial(
+        dot_product_attention,
+        **CALLS[working_dtype],
+        is_causal=True,
+        implementation=implementation,
     )
 
 
 @pytest.mark.parametrize("name", ["query_seq_lengths", "key_value_seq_lengths"])
-def test_lengths_in_a_list_may_be_traced(implementation, name):
-    got = jax.jit(lambda n: attention(implementation, **{name: [n, 3]}))(jnp.int32(5))
-    want = attention(implementation, **{name: np.array([5, 3], np.int32)})
+def test_lengths_in_a_list_may_be_traced(attention, name):
+    got = jax.jit(lambda n: attention(**{name: [n, 3]}))(jnp.int32(5))
+    want = attention(**{name: np.array([5, 3], np.int32)})
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_wrapped_arrays_may_be_traced(implementation):
+def test_wrapped_arrays_may_be_traced(attention):
     def loss(wrap, scale, lengths):
-        return attention(
-            implementation,
-            scale=wrap(scale),
-            query_offset=wrap(lengths),
-            key_value_seq_lengths=wrap(lengths),
-        ).sum()
+        return (
+            attention(
+                scale=wrap(scale),
+                query_offset=wrap(lengths),
+                key_value_seq_lengths=wrap(lengths),
+            )
+            .astype(jnp.float32)
+            .sum()
+        )
 
     step = jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0)
     arrays = jnp.float32(0.3), jnp.array([5, 11], jnp.int32)
@@ -53,8 +63,8 @@ def test_wrapped_arrays_may_be_traced(implementation):
 
 
 @pytest.mark.parametrize("offset", [2**40, -(2**40), 2**32, 3])
-def test_offsets_of_wider_integers_are_clamped_and_not_cut(implementation, offset):
-    want = attention(implementation, query_offset=offset)
+def test_offsets_of_wider_integers_are_clamped_and_not_cut(attention, offset):
+    want = attention(query_offset=offset)
     for wide in (np.array(offset), np.full(2, offset), np.int64(offset)):
-        got = attention(implementation, query_offset=wide)
+        got = attention(query_offset=wide)
         np.testing.assert_array_equal(got, want)

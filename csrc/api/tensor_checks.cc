@@ -80,6 +80,8 @@ bool has_type(int32_t dtype, Type type, int32_t q_dtype) {
       return dtype == JAXFLASH_UINT32;
     case Type::kBool:
       return dtype == JAXFLASH_BOOL;
+    case Type::kInt8:
+      return dtype == JAXFLASH_INT8;
   }
   return false;
 }
@@ -100,6 +102,8 @@ const char* type_text(Type type) {
       return "uint32";
     case Type::kBool:
       return "bool";
+    case Type::kInt8:
+      return "int8";
   }
   return "";
 }
@@ -161,6 +165,7 @@ size_t dtype_size(int32_t dtype) {
     case JAXFLASH_FLOAT16:
       return 2;
     case JAXFLASH_BOOL:
+    case JAXFLASH_INT8:
       return 1;
     default:
       return 0;
@@ -181,6 +186,8 @@ const char* dtype_name(int32_t dtype) {
       return "uint32";
     case JAXFLASH_BOOL:
       return "bool";
+    case JAXFLASH_INT8:
+      return "int8";
     default:
       return "no dtype";
   }

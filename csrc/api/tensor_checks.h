@@ -21,6 +21,7 @@ enum class Type {
   kInt32,
   kUint32,
   kBool,
+  kInt8,
 };
 
 // What a call does with a tensor. The elements of an output must not overlap, but those

@@ -93,14 +93,19 @@ jaxflash_status check_struct_size(const char* name, size_t expected, size_t give
               name, expected, jaxflash_version(), given);
 }
 
-// `result` is the use of out and lse: the backward pass reads them.
-jaxflash_status check_forward(const jaxflash_attention_params& p, Use result) {
+// The backward pass reads what the forward pass writes.
+enum class Pass { kForward, kBackward };
+
+jaxflash_status check_forward(const jaxflash_attention_params& p, Pass pass) {
   JAXFLASH_RETURN_IF_ERROR(
       check_struct_size("jaxflash_attention_params", sizeof(p), p.struct_size));
   JAXFLASH_RETURN_IF_ERROR(check_sizes(p));
   JAXFLASH_RETURN_IF_ERROR(check_options(p));
   const int64_t T = p.q_len, S = p.kv_len, N = p.num_heads, K = p.num_kv_heads;
   const int64_t H = p.head_dim, V = p.value_head_dim;
+  const bool forward = pass == Pass::kForward;
+  const Use result = forward ? Use::kOutput : Use::kInput;
+  const Use optional = forward ? Use::kOptionalOutput : Use::kOptionalInput;
   const TensorRule rules[] = {
       {"q", p.q, Type::kFloat, Use::kInput, {T, N, H}},
       {"k", p.k, Type::kLikeQ, Use::kInput, {S, K, H}},
@@ -118,8 +123,16 @@ jaxflash_status check_forward(const jaxflash_attention_params& p, Use result) {
       {"dropout_seed", p.dropout_seed, Type::kUint32, Use::kOptionalInput, {2}},
       {"out", p.out, Type::kLikeQ, result, {T, N, V}},
       {"lse", p.lse, Type::kFloat32, result, {N, T}},
+      {"out_low", p.out_low, Type::kInt8, optional, {T, N, V}},
   };
-  return check_tensors(p, rules);
+  JAXFLASH_RETURN_IF_ERROR(check_tensors(p, rules));
+  if (p.out_low.data != nullptr && dtype_size(p.q.dtype) != 2) {
+    return fail(
+        kInvalid,
+        "out_low must be absent unless q has 16 bits, got it with q of dtype %s",
+        dtype_name(p.q.dtype));
+  }
+  return JAXFLASH_OK;
 }
 
 jaxflash_status check_gradient_operand(const char* gradient, const jaxflash_tensor& d,
@@ -138,7 +151,7 @@ int64_t batch_size(const jaxflash_attention_params& params) {
 
 jaxflash_status validate_forward(const jaxflash_attention_params* params) {
   if (params == nullptr) return fail(kInvalid, "params must not be NULL");
-  return check_forward(*params, Use::kOutput);
+  return check_forward(*params, Pass::kForward);
 }
 
 jaxflash_status validate_backward(const jaxflash_attention_backward_params* params) {
@@ -147,7 +160,7 @@ jaxflash_status validate_backward(const jaxflash_attention_backward_params* para
   const jaxflash_attention_params& p = b.forward;
   JAXFLASH_RETURN_IF_ERROR(check_struct_size("jaxflash_attention_backward_params",
                                              sizeof(b), b.struct_size));
-  JAXFLASH_RETURN_IF_ERROR(check_forward(p, Use::kInput));
+  JAXFLASH_RETURN_IF_ERROR(check_forward(p, Pass::kBackward));
   JAXFLASH_RETURN_IF_ERROR(check_gradient_operand("dbias", b.dbias, "bias", p.bias));
   JAXFLASH_RETURN_IF_ERROR(
       check_gradient_operand("dsinks", b.dsinks, "sinks", p.sinks));

@@ -16,6 +16,9 @@ namespace jaxflash {
 // kernels may compute positions in int32.
 inline constexpr int64_t kMaxLength = (int64_t{1} << 30) - 1024;
 
+// What the kernels of every backend are built for.
+inline constexpr int kMaxHeadDim = 256;
+
 // Whether the parameters describe a call that some backend could run.
 jaxflash_status validate_forward(const jaxflash_attention_params* params);
 jaxflash_status validate_backward(const jaxflash_attention_backward_params* params);

@@ -168,7 +168,9 @@ class BackwardHead {
       pack_transposed<M>(out_, r, count, head_dim, kLanes, out_columns, kLanes);
       const Floats products =
           dot_columns<typename M::Dot>(depth, d_out_columns, out_columns, kLanes);
-      for (int i = 0; i < count; ++i) start_row(r + i, products[i]);
+      for (int i = 0; i < count; ++i) {
+        start_row(r + i, products[i] + lost_product(r + i));
+      }
     }
   }
 
@@ -249,6 +251,8 @@ class BackwardHead {
         layout_(layout),
         kv_len_(p.kv_len),
         out_(rows_of<const Element>(p, p.out, batch, kv_head, group)),
+        out_low_(rows_of<const int8_t>(p, p.out_low, batch, kv_head, group)),
+        has_low_(p.out_low.data != nullptr),
         lse_in_(row_values<const float>(p, p.lse, batch, kv_head)),
         d_lse_in_(row_values<const float>(p, b.d_lse, batch, kv_head)),
         dscale_out_(row_values<float>(p, b.dscale, batch, kv_head)),
@@ -264,6 +268,22 @@ class BackwardHead {
   static const float* zeros() {
     static constexpr float kZeros[256] = {};
     return kZeros;
+  }
+
+  // d_out . (what rounding took from out)
+  float lost_product(int64_t row) const {
+    if (!has_low_) return 0.0f;
+    const Element* rounded = out_.row(row);
+    const int8_t* low = out_low_.row(row);
+    const Element* g = d_out.row(row);
+    float product = 0.0f;
+    for (int h = 0; h < head_dim; ++h) {
+      const Element out = rounded[h * out_.column_stride];
+      if (low[h * out_low_.column_stride] == 0) continue;
+      product += to_float(g[h * d_out.column_stride]) *
+                 (with_low_bits(out, low[h * out_low_.column_stride]) - to_float(out));
+    }
+    return product;
   }
 
   void start_row(int64_t row, float products) const {
@@ -298,6 +318,8 @@ class BackwardHead {
   const BackwardLayout layout_;
   const int64_t kv_len_;
   const Rows<const Element> out_;
+  const Rows<const int8_t> out_low_;
+  const bool has_low_;
   const Rows<const float> lse_in_, d_lse_in_;
   const Rows<float> dscale_out_;
   const Gradient<Element> dq_out_, dk_out_, dv_out_;

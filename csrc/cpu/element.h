@@ -5,6 +5,7 @@
 #ifndef JAXFLASH_CSRC_CPU_ELEMENT_H_
 #define JAXFLASH_CSRC_CPU_ELEMENT_H_
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -74,6 +75,31 @@ inline void from_float(float x, Float16* to) {
   if (x != x) rounded = 0x7e00u;
   to->bits = static_cast<uint16_t>(sign | rounded);
 #endif
+}
+
+// What rounding x to `rounded` lost, in units of 2^-8 of the last place of Element, and
+// x again, but for what is lost even so. Floats of one sign are ordered as their bits.
+template <class Element>
+constexpr int kLowShift = 0;
+template <>
+inline constexpr int kLowShift<Bfloat16> = 16 - 8;
+template <>
+inline constexpr int kLowShift<Float16> = 13 - 8;
+
+template <class Element>
+inline int8_t low_bits(float x, Element rounded) {
+  const int64_t lost =
+      int64_t{bit_cast<int32_t>(x)} - bit_cast<int32_t>(to_float(rounded));
+  constexpr int64_t kHalf = int64_t{1} << kLowShift<Element> >> 1;
+  const int64_t low = (lost + kHalf) >> kLowShift<Element>;
+  return static_cast<int8_t>(std::clamp<int64_t>(low, INT8_MIN, INT8_MAX));
+}
+
+template <class Element>
+inline float with_low_bits(Element rounded, int8_t low) {
+  const float high = to_float(rounded);
+  if (!std::isfinite(high)) return high;
+  return bit_cast<float>(bit_cast<int32_t>(high) + low * (1 << kLowShift<Element>));
 }
 
 // Elements x[0], x[stride], ... as floats.

@@ -77,6 +77,8 @@ class ForwardTask {
         k_(rows_of<const Element>(p, p.k, batch, kv_head, 1)),
         v_(rows_of<const Element>(p, p.v, batch, kv_head, 1)),
         out_(rows_of<Element>(p, p.out, batch, kv_head, group_)),
+        out_low_(rows_of<int8_t>(p, p.out_low, batch, kv_head, group_)),
+        wants_low_(p.out_low.data != nullptr),
         lse_(row_values<float>(p, p.lse, batch, kv_head)) {
     // exp(scale (S - m)) needs a positive factor: the sign goes into Q, and so does 0.
     scale_ = scale_of(p, batch);
@@ -91,6 +93,7 @@ class ForwardTask {
     o_panels_ = arena.take(static_cast<int64_t>(blocks.panels) * head_dim_ * kPanel);
     max_ = arena.take(static_cast<int64_t>(blocks.panels) * kPanel);
     sum_ = arena.take(static_cast<int64_t>(blocks.panels) * kPanel);
+    rounded_sum_ = arena.take(static_cast<int64_t>(blocks.panels) * kPanel);
   }
 
   // Rows [first, last) of the group's matrix; `last` may lie past the visible ones.
@@ -130,6 +133,7 @@ class ForwardTask {
                 head_dim_ * kPanel, 0.0f);
     std::fill_n(max_ + p * kPanel, kPanel, -kInfinity);
     std::fill_n(sum_ + p * kPanel, kPanel, 0.0f);
+    std::fill_n(rounded_sum_ + p * kPanel, kPanel, 0.0f);
   }
 
   // One block of keys [j, j + count) for one panel of queries.
@@ -158,8 +162,9 @@ class ForwardTask {
 
     alignas(64) float alpha[kPanel];
     for (int v = 0; v < vectors; ++v) {
-      softmax(keys, s_ + v * kLanes, max_ + p * kPanel + v * kLanes,
-              sum_ + p * kPanel + v * kLanes, alpha + v * kLanes);
+      const int lanes = p * kPanel + v * kLanes;
+      softmax(keys, s_ + v * kLanes, max_ + lanes, sum_ + lanes, rounded_sum_ + lanes,
+              alpha + v * kLanes);
     }
 
     const Operands pv = {v_block_,
@@ -195,8 +200,10 @@ class ForwardTask {
     }
   }
 
-  // Turns a column of vectors of S^T into P^T, in words, and updates m and l.
-  void softmax(int keys, float* s, float* m, float* l, float* alpha) const {
+  // Turns a column of vectors of S^T into P^T, in words, and updates m and the sums of
+  // P: l, and that of P as rounded for P V.
+  void softmax(int keys, float* s, float* m, float* l, float* rounded_l,
+               float* alpha) const {
     const Floats old_max = load(m);
     Floats new_max = old_max;
     for (int j = 0; j < keys; ++j) new_max = max(load(s + j * kPanel), new_max);
@@ -205,32 +212,39 @@ class ForwardTask {
     // Rounded like the logits of the backward pass, whose P must sum to 1.
     auto prob = [&](Floats x) { return exp2((x * factor_ - shift) * kLog2E); };
 
-    Floats total = {};
+    Floats total = {}, rounded_total = {};
     if constexpr (M::kPairs) {
       int j = 0;
 #pragma GCC unroll 4
       for (; j + 2 <= keys; j += 2) {
         const Floats low = prob(load(s + j * kPanel));
         const Floats high = prob(load(s + (j + 1) * kPanel));
+        const Floats rounded = Dot::pair(low, high);
         total += low + high;
-        store(s + j / 2 * kPanel, Dot::pair(low, high));
+        rounded_total += Dot::half(rounded, 0) + Dot::half(rounded, 1);
+        store(s + j / 2 * kPanel, rounded);
       }
       if (j < keys) {
         const Floats low = prob(load(s + j * kPanel));
+        const Floats rounded = Dot::pair(low, Floats{});
         total += low;
-        store(s + j / 2 * kPanel, Dot::pair(low, Floats{}));
+        rounded_total += Dot::half(rounded, 0);
+        store(s + j / 2 * kPanel, rounded);
       }
     } else {
 #pragma GCC unroll 4
       for (int j = 0; j < keys; ++j) {
         const Floats x = prob(load(s + j * kPanel));
+        const Floats rounded = round_to<Element>(x);
         total += x;
-        store(s + j * kPanel, round_to<Element>(x));
+        rounded_total += rounded;
+        store(s + j * kPanel, rounded);
       }
     }
     const Floats rescale = prob(old_max);
     store(m, new_max);
     store(l, load(l) * rescale + total);
+    store(rounded_l, load(rounded_l) * rescale + rounded_total);
     store(alpha, rescale);
   }
 
@@ -241,17 +255,35 @@ class ForwardTask {
       const float l = sum_[p * kPanel + i];
       float column[256];
       for (int h = 0; h < head_dim_; ++h) column[h] = o[h * kPanel + i];
-      store_row(column, l == 0.0f ? 0.0f : 1.0f / l, head_dim_, out_.row(row + i),
-                out_.column_stride);
+      // Divided by the sum of the very weights it is made of, out is an exact mean of
+      // rows of V; the sum that is not rounded is what lse is about.
+      const float inverse = l == 0.0f ? 0.0f : 1.0f / rounded_sum_[p * kPanel + i];
+      store_row(column, inverse, head_dim_, out_.row(row + i), out_.column_stride);
+      store_low_bits(column, inverse, row + i);
       const float m = max_[p * kPanel + i] * factor_;
       *lse_.row(row + i) =
           l == 0.0f ? -kInfinity : static_cast<float>(m + std::log(double{l}));
     }
   }
 
+  // `factor * column` is what was rounded to the row of out.
+  void store_low_bits(const float* column, float factor, int64_t row) const {
+    if (!wants_low_) return;
+    const Element* out = out_.row(row);
+    int8_t* low = out_low_.row(row);
+    for (int h = 0; h < head_dim_; ++h) {
+      low[h * out_low_.column_stride] =
+          low_bits(factor * column[h], out[h * out_.column_stride]);
+    }
+  }
+
   void store_empty(int64_t row) {
     Element* out = out_.row(row);
     for (int h = 0; h < head_dim_; ++h) from_float(0.0f, &out[h * out_.column_stride]);
+    if (wants_low_) {
+      int8_t* low = out_low_.row(row);
+      for (int h = 0; h < head_dim_; ++h) low[h * out_low_.column_stride] = 0;
+    }
     *lse_.row(row) = -kInfinity;
   }
 
@@ -262,16 +294,19 @@ class ForwardTask {
   const Visibility visible_;
   const Rows<const Element> q_, k_, v_;
   const Rows<Element> out_;
+  const Rows<int8_t> out_low_;
+  const bool wants_low_;
   const Rows<float> lse_;
   float scale_, q_factor_, factor_;
 
-  float* k_block_;   // [keys, depth]
-  float* v_block_;   // [words of keys, head_dim]
-  float* s_;         // [keys, kPanel]: S^T, then P^T
-  float* q_panels_;  // [panels, depth, kPanel]
-  float* o_panels_;  // [panels, head_dim, kPanel]
-  float* max_;       // [panels, kPanel]
-  float* sum_;       // [panels, kPanel]
+  float* k_block_;      // [keys, depth]
+  float* v_block_;      // [words of keys, head_dim]
+  float* s_;            // [keys, kPanel]: S^T, then P^T
+  float* q_panels_;     // [panels, depth, kPanel]
+  float* o_panels_;     // [panels, head_dim, kPanel]
+  float* max_;          // [panels, kPanel]
+  float* sum_;          // [panels, kPanel]
+  float* rounded_sum_;  // [panels, kPanel]
 };
 
 template <class M>

@@ -27,6 +27,7 @@ constexpr Slot kSlots[] = {
     {"dropout_seed", "2", JAXFLASH_MEMBER(forward.dropout_seed)},
     {"out", "TNV", JAXFLASH_MEMBER(forward.out)},
     {"lse", "NT", JAXFLASH_MEMBER(forward.lse)},
+    {"out_low", "TNV", JAXFLASH_MEMBER(forward.out_low)},
     {"d_out", "TNV", JAXFLASH_MEMBER(d_out)},
     {"d_lse", "NT", JAXFLASH_MEMBER(d_lse)},
     {"dq", "TNH", JAXFLASH_MEMBER(dq)},
@@ -77,6 +78,8 @@ int32_t to_dtype(xla::ffi::DataType type) {
       return JAXFLASH_INT32;
     case xla::ffi::DataType::U32:
       return JAXFLASH_UINT32;
+    case xla::ffi::DataType::S8:
+      return JAXFLASH_INT8;
     case xla::ffi::DataType::PRED:
       return JAXFLASH_BOOL;
     default:

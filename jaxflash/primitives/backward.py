@@ -7,14 +7,15 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from jaxflash import compat, ffi, reference
 from jaxflash.primitives import common
-from jaxflash.spec import Spec, core_rank
+from jaxflash.spec import Spec, core_rank, residuals
 
 attention_backward_p = Primitive("attention_backward")
 attention_backward_p.multiple_results = True
 
 
 def _names(operands, spec: Spec) -> tuple[str, ...]:
-    names = (*spec.operands, "out", "lse", "d_out", "d_lse")
+    query = operands[spec.operands.index("query")]
+    names = (*spec.operands, *residuals(query.dtype), "d_out", "d_lse")
     return names[: len(operands)]
 
 
@@ -27,8 +28,8 @@ def attention_backward(
     """Returns one gradient per wanted operand, in its dtype.
 
     Args:
-        *operands: those of attention_forward, out, lse, d_out, and d_lse unless it is
-            zero.
+        *operands: those of attention_forward, its residuals, d_out, and d_lse unless
+            it is zero.
         spec: the call.
         wanted: the names of the operands whose gradients are returned.
         summed: for each, the batch axes over which its gradient is summed because the
@@ -55,7 +56,7 @@ def _abstract_eval(*avals, spec: Spec, wanted, summed):
 
 
 def _lower(ctx, *operands, spec: Spec, wanted, summed, platform: str | None):
-    names = _names(operands, spec)
+    names = _names(ctx.avals_in, spec)
     backend = ffi.choose(spec, ctx.avals_in, platform)
     if backend == "reference":
         function = partial(reference.backward, spec, names, wanted, summed)

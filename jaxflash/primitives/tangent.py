@@ -8,22 +8,23 @@ from jax.interpreters import ad, batching, mlir, xla
 from jaxflash import compat, reference
 from jaxflash.primitives import common
 from jaxflash.primitives.backward import attention_backward
-from jaxflash.spec import Spec, accumulator, lead
+from jaxflash.spec import Spec, accumulator, lead, residuals
 
 attention_tangent_p = Primitive("attention_tangent")
 attention_tangent_p.multiple_results = True
 
 
-def _names(spec: Spec, tangents: tuple[str, ...]) -> tuple[str, ...]:
+def _names(operands, spec: Spec, tangents: tuple[str, ...]) -> tuple[str, ...]:
     """What each operand is; a tangent is shaped like its primal."""
-    return (*spec.operands, "out", "lse", *tangents)
+    query = operands[spec.operands.index("query")]
+    return (*spec.operands, *residuals(query.dtype), *tangents)
 
 
 def attention_tangent(*operands, spec: Spec, tangents: tuple[str, ...]):
     """Returns t_out and t_lse.
 
     Args:
-        *operands: those of attention_forward, out, lse, and the tangents.
+        *operands: those of attention_forward, its residuals, and the tangents.
         spec: the call.
         tangents: the names of the operands whose tangents are given.
     """
@@ -31,7 +32,7 @@ def attention_tangent(*operands, spec: Spec, tangents: tuple[str, ...]):
 
 
 def _abstract_eval(*avals, spec: Spec, tangents: tuple[str, ...]):
-    names = _names(spec, tangents)
+    names = _names(avals, spec, tangents)
     batch = common.full_batch(names, avals)
     out, lse = (avals[names.index(name)] for name in ("out", "lse"))
     dtype = accumulator(out.dtype)
@@ -48,7 +49,8 @@ def _lower(ctx, *operands, spec: Spec, tangents: tuple[str, ...]):
 
 
 def _batch(operands, dims, *, spec: Spec, tangents: tuple[str, ...]):
-    operands = common.batch_operands(_names(spec, tangents), operands, dims)
+    names = _names(operands, spec, tangents)
+    operands = common.batch_operands(names, operands, dims)
     return attention_tangent(*operands, spec=spec, tangents=tangents), [0, 0]
 
 
@@ -67,12 +69,12 @@ def _transpose(cotangents, *operands, spec: Spec, tangents: tuple[str, ...]):
     d_out, d_lse = cotangents
     if type(d_out) is ad.Zero:
         d_out = ad.instantiate_zeros(d_out)
-    residuals = (*operands[:count], d_out)
+    known = (*operands[:count], d_out)
     if type(d_lse) is not ad.Zero:
-        residuals = (*residuals, d_lse)
+        known = (*known, d_lse)
     batch = lead("d_out", d_out.shape)
     grads = attention_backward(
-        *residuals,
+        *known,
         spec=spec,
         wanted=tuple(shapes),
         summed=tuple(_shared(lead(name, shapes[name]), batch) for name in shapes),

@@ -2,7 +2,8 @@
 //
 // The two passes over rows of Q around the backward kernel; both only move bytes.
 //
-//   before: delta = rowsum(dO o O) - dlse, lse, and a zeroed dQ accumulator
+//   before: delta = rowsum(dO o O) - dlse, lse, and a zeroed dQ accumulator. O is out
+//           with the bits that out_low has for it
 //   after:  dq = scale * dQ,  dscale[row] = rowsum(Q o dQ), dQ = dS K without the scale
 //
 // A group of kLanes lanes takes one row, 8 columns a lane.
@@ -11,6 +12,7 @@
 #include <cstdint>
 
 #include "../common/element.cuh"
+#include "../common/out_low.cuh"
 #include "../common/problem.cuh"
 #include "../common/ptx_sm80.cuh"
 #include "launch.h"
@@ -79,6 +81,23 @@ __device__ __forceinline__ void load_columns(float (&x)[8], const Element* row, 
   for (int i = 0; i < 8; ++i) x[i] = col + i < num_cols ? to_float(row[col + i]) : 0.f;
 }
 
+// Adds to out[col, col + 8) what rounding took from it. row_low is out_low's row.
+template <class Element>
+__device__ __forceinline__ void add_low_bits(float (&out)[8], const int8_t* row_low,
+                                             int col, int num_cols,
+                                             bool vector_access) {
+  uint2 bytes = make_uint2(0, 0);
+  auto* low = reinterpret_cast<int8_t*>(&bytes);
+  if (vector_access) {
+    if (col < num_cols) bytes = *reinterpret_cast<const uint2*>(row_low + col);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) low[i] = col + i < num_cols ? row_low[col + i] : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) out[i] = with_low_bits<Element>(out[i], low[i]);
+}
+
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(kRowsThreads)
     backward_rows_kernel(const __grid_constant__ BackwardArguments arguments) {
@@ -104,6 +123,12 @@ __global__ void __launch_bounds__(kRowsThreads)
     float d_out[8];
     load_columns(out, row_of(forward.out), col, head_dim, arguments.vector_access);
     load_columns(d_out, row_of(p.d_out), col, head_dim, arguments.vector_access);
+    if (forward.out_low.data != nullptr) {
+      const int8_t* row_low = batch_pointer<const int8_t>(forward.out_low, batch) +
+                              index.row * forward.out_low.strides[0] +
+                              index.head * forward.out_low.strides[1];
+      add_low_bits<Element>(out, row_low, col, head_dim, arguments.vector_access);
+    }
 #pragma unroll
     for (int i = 0; i < 8; ++i) product += out[i] * d_out[i];
   }
@@ -147,9 +172,11 @@ __global__ void __launch_bounds__(kRowsThreads)
   const int col = threadIdx.x % Lanes::kLanes * 8;
   const int head_dim = static_cast<int>(forward.head_dim);
   const BatchIndex batch = unravel_batch(forward, index.batch_element);
+  const Visible visible(forward, batch);
 
+  // A padded row is 0 whatever the products that it took part in gave.
   float dq[8] = {};
-  if (valid && col < head_dim) {
+  if (index.row < visible.q_rows && col < head_dim) {
     const int row = static_cast<int>(index.padded % 16);
     const float* fragment =
         arguments.dq_accumulator + dq_fragment<kHeadDim>(index.padded - row, col / 8);
@@ -160,8 +187,7 @@ __global__ void __launch_bounds__(kRowsThreads)
   }
   if (p.dscale.data != nullptr) {
     float product = 0.f;
-    const Visible visible(forward, batch);
-    if (valid && index.row < visible.q_rows && col < head_dim) {
+    if (index.row < visible.q_rows && col < head_dim) {
       float q[8];
       load_columns(q,
                    batch_pointer<const Element>(forward.q, batch) +

@@ -30,6 +30,7 @@
 #include <cstdint>
 
 #include "../common/element.cuh"
+#include "../common/out_low.cuh"
 #include "../common/problem.cuh"
 #include "../common/tile.cuh"
 #include "hidden_values.cuh"
@@ -48,6 +49,10 @@ struct ForwardRows {
   float o[kRowTiles][kHeadDim / 8][4];  // [16 kRowTiles, kHeadDim]
   float row_max[kRowsPerLane];          // of unscaled S
   float row_sum[kRowsPerLane];          // of this lane's columns only, until the end
+  // Row sums of P as rounded for P V, as a product with ones: every column is the sum.
+  // O is divided by this one, so that it is an exact mean of rows of V; lse needs the
+  // other.
+  float rounded_sum[kRowTiles][4];
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -57,6 +62,8 @@ struct ForwardRows {
     }
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rounded_sum[m][i] = 0.f;
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; ++n) {
 #pragma unroll
@@ -142,6 +149,7 @@ struct ForwardRows {
 #pragma unroll
     for (int r = 0; r < kRowsPerLane; ++r) {
       row_sum[r] *= rescale[r];
+      rounded_sum[r / 2][2 * (r % 2)] *= rescale[r];
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; ++n) {
         o[r / 2][n][2 * (r % 2)] *= rescale[r];
@@ -174,6 +182,7 @@ struct ForwardRows {
     float shifts[kRowsPerLane];
 #pragma unroll
     for (int r = 0; r < kRowsPerLane; ++r) shifts[r] = shift(r, scale_log2);
+    const uint32_t ones = pack<Element>(1.f, 1.f);
 #pragma unroll
     for (int j = 0; j < kBlockKV / 16; ++j) {
       uint32_t a[kRowTiles][4];
@@ -188,6 +197,7 @@ struct ForwardRows {
           row_sum[r] += pair[0] + pair[1];
           a[m][i] = pack<Element>(pair[0], pair[1]);
         }
+        mma_m16n8k16(rounded_sum[m], a[m], ones, ones, Element());
       }
 #pragma unroll
       for (int h = 0; h < kHeadDim / 16; ++h) {
@@ -200,6 +210,68 @@ struct ForwardRows {
         }
       }
     }
+  }
+
+  // out = O / l in place; lse[row * lse_stride] of the rows below q_len.
+  __device__ __forceinline__ void finish(int lane, const Visible& visible, int lane_row,
+                                         int q_len, float scale, float scale_log2,
+                                         float* lse, int64_t lse_stride) {
+#pragma unroll
+    for (int r = 0; r < kRowsPerLane; ++r) {
+      float sum = row_sum[r];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const int row = lane_row + 8 * r;
+      // Padded rows are zeros in shared memory and saw keys all the same.
+      const bool empty = sum == 0.f || row >= visible.q_rows;
+      const float inverse = empty ? 0.f : 1.f / rounded_sum[r / 2][2 * (r % 2)];
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+        o[r / 2][n][2 * (r % 2)] *= inverse;
+        o[r / 2][n][2 * (r % 2) + 1] *= inverse;
+      }
+      if (lane % 4 == 0 && row < q_len) {
+        lse[row * lse_stride] =
+            empty ? -INFINITY : log_sum_exp(r, sum, fabsf(scale), scale_log2);
+      }
+    }
+  }
+
+  // O, rounded, to a tile of 16 * kRowTiles rows that belongs to this warp.
+  __device__ __forceinline__ void stage_out(uint32_t tile, int lane) const {
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < kRowsPerLane; ++r) {
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+        const float* pair = &o[r / 2][n][2 * (r % 2)];
+        st_shared_b32(tile + chunk_offset<kHeadDim>(8 * r + lane / 4, n) + lane % 4 * 4,
+                      pack<Element>(pair[0], pair[1]));
+      }
+    }
+    __syncwarp();
+  }
+
+  // What rounding O took, to the same place in the layout of store_out_low.
+  __device__ __forceinline__ void stage_out_low(unsigned char* tile, int lane) const {
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < kRowsPerLane; ++r) {
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+        const float* pair = &o[r / 2][n][2 * (r % 2)];
+        int8_t low[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float rounded = to_float(from_float<Element>(pair[i]));
+          low[i] = static_cast<int8_t>(low_bits<Element>(pair[i], rounded));
+        }
+        unsigned char* row = tile + (8 * r + lane / 4) * kOutLowRow<kHeadDim>;
+        *reinterpret_cast<char2*>(row + 8 * n + lane % 4 * 2) =
+            make_char2(low[0], low[1]);
+      }
+    }
+    __syncwarp();
   }
 };
 
@@ -335,59 +407,32 @@ __global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads())
     for (; tile >= 0; --tile) step(tile, /*masked=*/false);
   }
 
-  float* lse = batch_pointer<float>(p.lse, batch) + head * p.lse.strides[0];
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = 2 * m + half;
-      float sum = rows.row_sum[r];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      const int row = lane_row + 16 * m + 8 * half;
-      // Padded rows are zeros in shared memory and saw keys all the same.
-      const bool empty = sum == 0.f || row >= visible.q_rows;
-      const float inverse = empty ? 0.f : 1.f / sum;
-#pragma unroll
-      for (int n = 0; n < kHeadDim / 8; ++n) {
-        rows.o[m][n][2 * half] *= inverse;
-        rows.o[m][n][2 * half + 1] *= inverse;
-      }
-      if (lane % 4 == 0 && row < p.q_len) {
-        lse[row * p.lse.strides[1]] =
-            empty ? -INFINITY : rows.log_sum_exp(r, sum, fabsf(scale), scale_log2);
-      }
-    }
-  }
-
+  rows.finish(lane, visible, lane_row, static_cast<int>(p.q_len), scale, scale_log2,
+              batch_pointer<float>(p.lse, batch) + head * p.lse.strides[0],
+              p.lse.strides[1]);
   // Each warp stages its rows of O in its own rows of the Q tile, which nobody else
   // reads, and writes them out in whole chunks.
-  const uint32_t o_smem = q_smem + warp_row * kHeadDim * 2;
-  __syncwarp();
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float* pair = &rows.o[m][n][2 * half];
-        st_shared_b32(o_smem + chunk_offset<kHeadDim>(16 * m + 8 * half + lane / 4, n) +
-                          lane % 4 * 4,
-                      pack<Element>(pair[0], pair[1]));
-      }
-    }
-  }
-  __syncwarp();
+  const int warp_first_row = first_row + warp_row;
+  const int rows_left = static_cast<int>(p.q_len) - warp_first_row;
+  unsigned char* stage = shared_memory + warp_row * kHeadDim * 2;
   Element* out = batch_pointer<Element>(p.out, batch) + head * p.out.strides[1] +
-                 (first_row + warp_row) * p.out.strides[0];
-  store_tile<16 * kRowTiles, kHeadDim, 32>(
-      out, p.out.strides[0], static_cast<int>(p.q_len) - first_row - warp_row, head_dim,
-      o_smem, lane, vector_access);
+                 warp_first_row * p.out.strides[0];
+  rows.stage_out(cvta_generic_to_shared(stage), lane);
+  store_tile<16 * kRowTiles, kHeadDim, 32>(out, p.out.strides[0], rows_left, head_dim,
+                                           cvta_generic_to_shared(stage), lane,
+                                           vector_access);
+  if (p.out_low.data != nullptr) {
+    rows.stage_out_low(stage, lane);
+    store_out_low<16 * kRowTiles, kHeadDim>(
+        batch_pointer<int8_t>(p.out_low, batch) + head * p.out_low.strides[1] +
+            warp_first_row * p.out_low.strides[0],
+        p.out_low.strides[0], rows_left, head_dim, stage, lane, vector_access);
+  }
   if (dropped) {
     __syncwarp();  // the rows written above are visible to the warp
     add_visible_nonfinite(out, p.out.strides[0], v, p.v.strides[0], visible,
-                          num_full_tiles * kBlockKV, first_row + warp_row,
-                          min(first_row + warp_row + 16 * kRowTiles, visible.q_rows),
+                          num_full_tiles * kBlockKV, warp_first_row,
+                          min(warp_first_row + 16 * kRowTiles, visible.q_rows),
                           head_dim, lane);
   }
 }

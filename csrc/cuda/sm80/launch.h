@@ -15,7 +15,7 @@ struct ForwardArguments {
   jaxflash_attention_params params;
   uint32_t num_blocks;   // num_q_tiles * num_heads * batch
   uint32_t num_q_tiles;  // of one head
-  bool vector_access;    // every row of q, k, v and out starts on 16 bytes
+  bool vector_access;    // rows of q, k, v, out and out_low start on whole chunks
 };
 
 // kConfigIndex: of kForwardConfigs.
@@ -28,7 +28,7 @@ struct BackwardArguments {
   uint32_t num_kv_tiles;     // of one key/value head
   uint32_t num_blocks;       // num_kv_tiles * num_kv_heads * batch
   uint32_t num_query_heads;  // num_heads * batch
-  bool vector_access;        // every row of every 16-bit matrix starts on 16 bytes
+  bool vector_access;        // rows of all but float32 matrices start on whole chunks
   // Workspace, all float32 [batch, N, num_rows_padded, ...].
   float* dq_accumulator;  // [..., head dim of the configuration]
   float* lse;             // of rows that take part, +inf of the others

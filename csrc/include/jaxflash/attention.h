@@ -63,7 +63,8 @@ typedef enum jaxflash_dtype {
   JAXFLASH_FLOAT16 = 3,
   JAXFLASH_INT32 = 4,
   JAXFLASH_UINT32 = 5,
-  JAXFLASH_BOOL = 6 /* one byte, zero or one */
+  JAXFLASH_BOOL = 6, /* one byte, zero or one */
+  JAXFLASH_INT8 = 7
 } jaxflash_dtype;
 
 typedef enum jaxflash_precision {
@@ -122,6 +123,12 @@ typedef struct jaxflash_attention_params {
   /* Outputs of the forward pass, inputs of the backward pass. */
   jaxflash_tensor out; /* [T, N, Hv], dtype of q */
   jaxflash_tensor lse; /* [N, T] float32, natural logarithm */
+
+  /* Optional, where q has 16 bits: what rounding took from out, to be handed on as it
+   * is. With it, delta has eight bits more, which the gradients need where queries,
+   * keys or values have a large common part, such as an offset or an outlier channel.
+   */
+  jaxflash_tensor out_low; /* [T, N, Hv] int8 */
 } jaxflash_attention_params;
 
 /* dS = P o (dP - delta + d_lse), delta = rowsum(d_out o out), dP = d_out v^T. */

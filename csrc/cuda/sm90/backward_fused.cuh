@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// dK, dV and dQ for Hopper, H <= 128 (equations: backward.cuh).
+//
+// Work: one thread block per (batch, key/value head, tile of keys), which walks the
+// tiles of Q of every query head of the group and keeps dK and dV in registers: grouped
+// heads are summed there in float32 (backward_tiles.cuh).
+//
+// Two warpgroups compute, each for 64 keys. Scores are transposed, S^T = K Q^T, so that
+// the accumulators of P^T and dS^T are the A operands of dV and dK as they stand. Only
+// dQ, a sum over all keys, needs the dS of both warpgroups: it goes through shared
+// memory. Each warpgroup makes one half of the tile of dQ and stages it for the two
+// warps that add it to a float32 accumulator in global memory (backward_add_dq.cuh).
+//
+//   loading warp     | Q, lse  dO, delta of the next step                          |
+//   tensor cores     | S^T   dP^T |           dV        | dQ   dK                  |
+//   two warpgroups   |        P   | dS, to shared memory ^      stage dQ            |
+//   two adding warps |                                   both's dS   += dQ, by turns |
+#pragma once
+
+#include <cstdint>
+
+#include "../common/element.cuh"
+#include "../common/problem.cuh"
+#include "../common/ptx_sm90.cuh"
+#include "../common/wgmma.cuh"
+#include "backward_add_dq.cuh"
+#include "backward_config.h"
+#include "backward_fragments.cuh"
+#include "backward_tiles.cuh"
+#include "launch_backward.h"
+
+namespace jaxflash::sm90 {
+
+template <int kConfigIndex>
+struct FusedShared {
+  static constexpr BackwardConfig kConfig = kBackwardConfigs[kConfigIndex];
+  OperandTiles<kConfigIndex> operands;
+  Tile<kConfig.block_q, kConfig.block_kv> ds[kStages];  // [rows of Q, keys]
+  alignas(1024) float dq[kStages][kConfig.block_q * kConfig.head_dim];
+  RowValues<kConfigIndex> rows;
+  OperandBarriers barriers;
+};
+
+// Named barriers; 8 to 15 are those of DqBarrier.
+enum FusedBarrier {
+  kDsStored = 1,     // both warpgroups
+  kKeysDone = 2,     // both warpgroups
+  kGradsStaged = 3,  // + the warpgroup: itself
+};
+
+constexpr int kConsumers = 2 * kWarpgroup;
+
+// One of the two warpgroups that compute.
+template <class Element, int kConfigIndex>
+struct FusedConsumer {
+  static constexpr BackwardConfig kConfig = kBackwardConfigs[kConfigIndex];
+  static constexpr int kHeadDim = kConfig.head_dim;
+  static constexpr int kBlockQ = kConfig.block_q;
+  static constexpr int kBlockKV = kConfig.block_kv;
+  static constexpr int kScores = kBlockQ / 2;  // of a thread, in S^T [64, kBlockQ]
+  using Shared = FusedShared<kConfigIndex>;
+  using Walk = QueryTiles<kBlockQ, kBlockKV>;
+
+  const BackwardArguments& arguments;
+  Shared& shared;
+  const Visible& visible;
+  int warpgroup;  // 0 or 1
+  int thread;     // of the warpgroup
+  int lane;
+  float scale;
+  Stage stage;
+  float dk[kHeadDim / 2];  // [64, kHeadDim]
+  float dv[kHeadDim / 2];
+
+  __device__ __forceinline__ FusedConsumer(const BackwardArguments& arguments,
+                                           Shared& shared, const Visible& visible,
+                                           int warpgroup, float scale)
+      : arguments(arguments),
+        shared(shared),
+        visible(visible),
+        warpgroup(warpgroup),
+        thread(threadIdx.x % kWarpgroup),
+        lane(threadIdx.x % 32),
+        scale(scale) {}
+
+  // First row of a key tile that this warp has.
+  __device__ __forceinline__ int warp_row() const {
+    return warpgroup * 64 + thread / 32 * 16;
+  }
+
+  // Operand A of the scores: this warpgroup's 64 rows of K or V.
+  __device__ __forceinline__ uint64_t
+  own_keys(const Tile<kBlockKV, kHeadDim>& tile) const {
+    return k_major_descriptor(tile.address() + warpgroup * 64 * kPanelRowBytes);
+  }
+
+  // dQ = dS K, this warpgroup's part; starts it.
+  __device__ __forceinline__ void start_dq(float (&dq)[32],
+                                           const Tile<kBlockQ, kBlockKV>& ds) {
+    constexpr bool kByRows = DqPart<kConfigIndex>::kByRows;
+    const uint64_t ds_operand = k_major_descriptor(
+        ds.address() + (kByRows ? warpgroup * kDqRows * kPanelRowBytes : 0));
+    const uint64_t k_operand = mn_major_descriptor<kBlockKV>(
+        shared.operands.k.address() +
+        (kByRows ? 0 : warpgroup * shared.operands.k.kPanelBytes));
+    hold_registers(dq);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kBlockKV / 16; ++k) {
+      Wgmma<kPanelColumns>::template ss<Element, Major::kK, Major::kMN>(
+          dq, ds_operand + k_major_step<kBlockQ>(k), k_operand + mn_major_step(k),
+          k != 0);
+    }
+    wgmma_commit_group();
+  }
+
+  // dP^T -> dS^T. delta: of the thread's first row of Q.
+  __device__ __forceinline__ static void score_gradients(float (&dp)[kScores],
+                                                         const float (&p)[kScores],
+                                                         const float* delta) {
+#pragma unroll
+    for (int i = 0; i < kScores; i += 4) {
+      const float2 row_delta = ld_shared_float2(delta + 2 * i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        dp[i + j] = p[i + j] * (dp[i + j] - (j % 2 ? row_delta.y : row_delta.x));
+      }
+    }
+  }
+
+  // dS^T -> dS [rows of Q, keys] in shared memory.
+  __device__ __forceinline__ void store_ds(const Tile<kBlockQ, kBlockKV>& ds,
+                                           const uint32_t (&ds_t)[kScores / 2]) const {
+    const uint32_t panel = ds.address() + warpgroup * ds.kPanelBytes;
+    const uint32_t lane_row = lane % 8 + lane / 16 * 8;
+    const uint32_t chunk = thread / 32 * 2 + lane / 8 % 2;
+#pragma unroll
+    for (int j = 0; j < kBlockQ / 16; ++j) {
+      stmatrix_x4_trans(
+          panel + (16 * j + lane_row) * kPanelRowBytes + ((chunk ^ lane_row % 8) << 4),
+          ds_t[4 * j], ds_t[4 * j + 1], ds_t[4 * j + 2], ds_t[4 * j + 3]);
+    }
+  }
+
+  // Hands this warpgroup's part of dQ to an adding warp.
+  __device__ __forceinline__ void stage_dq(const float (&dq)[32]) {
+    const int barrier = 2 * stage.index + warpgroup;
+    float* part = shared.dq[stage.index] +
+                  DqPart<kConfigIndex>::first_float(warpgroup) + 4 * thread;
+    bar_sync(kDqEmpty + barrier, kDqThreads);  // the buffer has been read
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (kHeadDim % kPanelColumns == 0 ||
+          i < DqPart<kConfigIndex>::pieces(warpgroup)) {
+        *reinterpret_cast<float4*>(part + i * kDqPieceFloats) =
+            make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      }
+    }
+    fence_proxy_async_shared();
+    bar_arrive(kDqFull + barrier, kDqThreads);
+  }
+
+  // One tile of Q. kCareful: some (key, row) may be hidden, or lse natural.
+  template <bool kCareful>
+  __device__ __forceinline__ void step(int key_tile, int q_tile, bool natural) {
+    const int s = stage.index;
+    const auto& q = shared.operands.q[s];
+    const auto& d_out = shared.operands.d_out[s];
+    float p[kScores];
+    float ds[kScores];
+    wait(shared.barriers.q_full[s], stage.parity);
+    start_scores<Element, kHeadDim, kBlockKV, kBlockQ>(p, own_keys(shared.operands.k),
+                                                       k_major_descriptor(q.address()));
+    wait(shared.barriers.d_out_full[s], stage.parity);
+    start_scores<Element, kHeadDim, kBlockKV, kBlockQ>(
+        ds, own_keys(shared.operands.v), k_major_descriptor(d_out.address()));
+
+    wgmma_wait_group<1>();  // S^T
+    hold_registers(p);
+    const int lane_col = 2 * (lane % 4);
+    if (kCareful && natural) {
+      to_exact_probabilities(p, &shared.rows.lse[s][lane_col], scale);
+    } else {
+      to_probabilities(p, &shared.rows.lse[s][lane_col], scale);
+    }
+    wgmma_wait_group<0>();  // dP^T
+    hold_registers(ds);
+    score_gradients(ds, p, &shared.rows.delta[s][lane_col]);
+    if constexpr (kCareful) {
+      uint32_t keep[2];
+      visible_elements<kBlockQ>(keep, visible,
+                                key_tile * kBlockKV + warp_row() + lane / 4,
+                                q_tile * kBlockQ + lane_col);
+      keep_elements(p, keep);
+      keep_elements(ds, keep);
+    }
+    uint32_t p_operand[kScores / 2];
+    uint32_t ds_operand[kScores / 2];
+    as_operand<Element>(p_operand, p);
+    as_operand<Element>(ds_operand, ds);
+    store_ds(shared.ds[s], ds_operand);
+    start_sum<Element, kHeadDim, kBlockQ>(dv, p_operand, d_out, /*accumulate=*/true);
+
+    fence_proxy_async_shared();
+    bar_sync(kDsStored, kConsumers);  // dS of both, and both are done with the last one
+    float dq[32];
+    start_dq(dq, shared.ds[s]);
+    wgmma_wait_group<1>();  // dV
+    hold_registers(dv);
+    hold_registers(p_operand);
+    if (lane == 0) arrive(shared.barriers.d_out_empty[s]);
+    start_sum<Element, kHeadDim, kBlockQ>(dk, ds_operand, q, /*accumulate=*/true);
+    wgmma_wait_group<1>();  // dQ
+    hold_registers(dq);
+    stage_dq(dq);
+    wgmma_wait_group<0>();  // dK
+    hold_registers(dk);
+    hold_registers(ds_operand);
+    if (lane == 0) arrive(shared.barriers.q_empty[s]);
+    stage.advance();
+  }
+
+  // All steps of one tile of keys. lse of some rows may be natural: any_natural.
+  __device__ __forceinline__ void walk_group(const Walk& walk, const int* large_lse,
+                                             int tiles_of_head, int group_size,
+                                             int key_tile, bool any_natural) {
+    const int num_careful = any_natural ? walk.count : walk.num_masked;
+#pragma unroll 1
+    for (int g = 0; g < group_size; ++g) {
+      int i = 0;
+#pragma unroll 1
+      for (; i < num_careful; ++i) {
+        const int q_tile = walk[i];
+        const bool natural = any_natural && large_lse[g * tiles_of_head + q_tile] != 0;
+        step</*kCareful=*/true>(key_tile, q_tile, natural);
+      }
+#pragma unroll 1
+      for (; i < walk.count; ++i) step</*kCareful=*/false>(key_tile, 0, false);
+    }
+  }
+
+  // dK and dV of a tile of keys, by way of the shared memory of K and V.
+  __device__ __forceinline__ void store_gradients(const KeyBlock& block, int key_tile) {
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= scale;
+    const auto& tiles = shared.operands;
+    const jaxflash_tensor& d_k = arguments.params.dk;
+    const jaxflash_tensor& d_v = arguments.params.dv;
+    const int first_key = key_tile * kBlockKV;
+    bar_sync(kKeysDone, kConsumers);  // K and V are not read any more
+    stage_gradient<Element>(arguments, d_v, dv, tiles.v, block, first_key, warp_row());
+    stage_gradient<Element>(arguments, d_k, dk, tiles.k, block, first_key, warp_row());
+    fence_proxy_async_shared();
+    bar_sync(kGradsStaged + warpgroup, kWarpgroup);
+    if (thread != 0) return;
+    copy_gradient(d_v, &arguments.dv, tiles.v, block, first_key, warpgroup * 64);
+    copy_gradient(d_k, &arguments.dk, tiles.k, block, first_key, warpgroup * 64);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group_read<0>();
+    arrive(shared.barriers.kv_empty);
+  }
+
+  __device__ __forceinline__ void run(const KeyBlock& block) {
+    const jaxflash_attention_params& forward = arguments.params.forward;
+    const int group_size = static_cast<int>(forward.num_heads / forward.num_kv_heads);
+    const int tiles_of_head = static_cast<int>(arguments.num_rows_padded / kBlockQ);
+    const int* large_lse =
+        arguments.large_lse +
+        padded_row(arguments, block.batch_element, block.kv_head * group_size) /
+            kBlockQ;
+    griddepcontrol_wait();  // large_lse is written
+    const bool any_natural = any_large_lse(large_lse, group_size * tiles_of_head, lane);
+    uint32_t kv_parity = 0;
+#pragma unroll 1
+    for (int i = 0; i < block.num_tiles(); ++i) {
+      const int key_tile = block.tile(i);
+      const Walk walk(visible, key_tile, arguments.blocks_in_turn);
+      set_zero(dk);
+      set_zero(dv);
+      if (walk.count > 0) {
+        wait(shared.barriers.kv_full, kv_parity);
+        kv_parity ^= 1;
+        walk_group(walk, large_lse, tiles_of_head, group_size, key_tile, any_natural);
+      }
+      store_gradients(block, key_tile);
+    }
+  }
+};
+
+template <class Element, int kConfigIndex>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    backward_fused_kernel(const __grid_constant__ BackwardArguments arguments) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  auto& shared = *reinterpret_cast<FusedShared<kConfigIndex>*>(shared_memory);
+  constexpr int kConsumerWarps = kConsumers / 32;
+  if (threadIdx.x == 0) {
+    shared.barriers.init(/*q_releases=*/kConsumerWarps,
+                         /*d_out_releases=*/kConsumerWarps);
+    fence_mbarrier_init();
+  }
+  __syncthreads();  // the barriers exist
+  griddepcontrol_launch_dependents();
+
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  // Each role looks up the problem for itself: few registers live through setmaxnreg.
+  if (warpgroup == 0) {
+    setmaxnreg_dec<kProducerRegisters>();
+    if (warp == 0) {
+      load_operands(arguments, shared.operands, shared.rows, shared.barriers);
+    } else if (warp <= kStages) {
+      add_dq<kConfigIndex>(arguments, shared.dq[warp - 1], /*buffer=*/warp - 1);
+    }
+  } else {
+    setmaxnreg_inc<kConsumerRegisters>();
+    const KeyBlock block(arguments);
+    const Visible visible(arguments.params.forward, block.batch());
+    FusedConsumer<Element, kConfigIndex> consumer(
+        arguments, shared, visible, warpgroup - 1,
+        softmax_scale(arguments.params.forward, block.batch()));
+    consumer.run(block);
+  }
+}
+
+}  // namespace jaxflash::sm90

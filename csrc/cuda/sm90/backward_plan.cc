@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "api/validate.h"
+#include "common/device.h"
+#include "jaxflash/attention.h"
+#include "sm90/backward_config.h"
+#include "sm90/launch_backward.h"
+#include "sm90/run.h"
+#include "sm90/tensor_map.h"
+
+namespace jaxflash::sm90 {
+namespace {
+
+constexpr int64_t kElementBytes = 2;
+
+MatrixExtents query_extents(const jaxflash_attention_params& params) {
+  return {params.q_len, params.num_heads, params.head_dim, batch_size(params)};
+}
+
+MatrixExtents key_extents(const jaxflash_attention_params& params) {
+  return {params.kv_len, params.num_kv_heads, params.head_dim, batch_size(params)};
+}
+
+// Rows of out_low are read in chunks of 8 bytes.
+bool chunks_aligned(const jaxflash_tensor& out_low) {
+  constexpr int64_t kChunk = 8;
+  return reinterpret_cast<uintptr_t>(out_low.data) % kChunk == 0 &&
+         out_low.strides[2] == 1 && out_low.strides[0] % kChunk == 0 &&
+         out_low.strides[1] % kChunk == 0 && out_low.batch_strides[0] % kChunk == 0;
+}
+
+// A gradient leaves in 16-byte chunks or, as float32, by elements.
+bool storable(const jaxflash_tensor& gradient, const MatrixExtents& extents) {
+  return gradient.data == nullptr || gradient.dtype == JAXFLASH_FLOAT32 ||
+         fits_tensor_map(gradient, extents);
+}
+
+int64_t padded_rows(const jaxflash_attention_params& params) {
+  return divide_up(params.q_len, kRowPadding) * kRowPadding;
+}
+
+// Where the buffers of the workspace start.
+struct BackwardWorkspace {
+  size_t dq_accumulator;
+  size_t lse;
+  size_t delta;
+  size_t large_lse;
+  size_t dq_turn;
+  size_t bytes;
+};
+
+BackwardWorkspace backward_workspace(const jaxflash_attention_params& params) {
+  constexpr int64_t kFloatBytes = sizeof(float);
+  constexpr int64_t kIntBytes = sizeof(int);
+  const BackwardConfig& config = kBackwardConfigs[backward_config(params)];
+  const int64_t rows = batch_size(params) * params.num_heads * padded_rows(params);
+  const int64_t tiles = rows / config.block_q;
+  const int64_t columns = config.separate_dq() ? 0 : config.head_dim;
+  WorkspaceLayout layout;
+  BackwardWorkspace workspace = {};
+  workspace.dq_accumulator = layout.reserve(rows * columns * kFloatBytes);
+  workspace.lse = layout.reserve(rows * kFloatBytes);
+  workspace.delta = layout.reserve(rows * kFloatBytes);
+  workspace.large_lse = layout.reserve(tiles * kIntBytes);
+  workspace.dq_turn = layout.reserve(params.deterministic != 0 ? tiles * kIntBytes : 0);
+  workspace.bytes = layout.bytes();
+  return workspace;
+}
+
+// Whether key tiles differ in the rows that see them.
+bool uneven(const jaxflash_attention_params& params) {
+  return params.is_causal != 0 || params.q_seq_lengths.data != nullptr ||
+         params.kv_seq_lengths.data != nullptr;
+}
+
+// Heads whose operands stay in L2 together. One at a time where all blocks have the
+// same work, and where the blocks of a head wait for each other.
+int64_t heads_in_section(const jaxflash_attention_params& params,
+                         const BackwardConfig& config) {
+  if (!uneven(params) || params.deterministic != 0) return 1;
+  constexpr int64_t kCacheBytes = int64_t{32} << 20;
+  // K and V; of one query head Q, dO and the float32 dQ.
+  const int64_t dq_bytes = config.separate_dq() ? 0 : sizeof(float);
+  const int64_t bytes =
+      params.head_dim * (params.kv_len * 2 * kElementBytes +
+                         params.q_len * (2 * kElementBytes + dq_bytes));
+  return std::max<int64_t>(1, kCacheBytes / std::max<int64_t>(1, bytes));
+}
+
+// Pairs of key tiles even out causal blocks. They pay where blocks are few and long,
+// which is where they walk over several query heads, if they fill the SMs.
+bool pairs_pay(const jaxflash_attention_params& params, const BackwardConfig& config,
+               int64_t key_tiles, int num_sms) {
+  if (params.is_causal == 0 || params.deterministic != 0) return false;
+  if (config.separate_dq() || params.num_heads == params.num_kv_heads) return false;
+  constexpr double kFilled = 0.9;
+  const int64_t pairs =
+      divide_up(key_tiles, 2) * params.num_kv_heads * batch_size(params);
+  return static_cast<double>(pairs) >=
+         kFilled * static_cast<double>(divide_up(pairs, num_sms) * num_sms);
+}
+
+KeyTileOrder key_tile_order(const jaxflash_attention_params& params,
+                            const BackwardConfig& config, int num_sms) {
+  const int64_t tiles = divide_up(params.kv_len, config.block_kv);
+  const int64_t heads = params.num_kv_heads * batch_size(params);
+  KeyTileOrder order = {};
+  order.paired = pairs_pay(params, config, tiles, num_sms);
+  order.num_tiles = static_cast<uint32_t>(tiles);
+  order.num_items = static_cast<uint32_t>(order.paired ? divide_up(tiles, 2) : tiles);
+  order.num_heads = static_cast<uint32_t>(heads);
+  order.heads_in_section = static_cast<uint32_t>(
+      order.paired ? 1 : std::min(heads, heads_in_section(params, config)));
+  return order;
+}
+
+}  // namespace
+
+int backward_config(const jaxflash_attention_params& params) {
+  return backward_config_index(static_cast<int>(params.head_dim));
+}
+
+const char* backward_obstacle(const jaxflash_attention_backward_params& params) {
+  const jaxflash_attention_params& forward = params.forward;
+  if (forward.batch_rank > 1) return "more than one batch axis";
+  if (forward.head_dim % 8 != 0) return "the head dim is no multiple of 8";
+  if (backward_config(forward) < 0) return "the head dim is too large";
+  const MatrixExtents query = query_extents(forward);
+  const MatrixExtents key = key_extents(forward);
+  const bool rows = forward.q_len > 0;
+  const bool keys = forward.kv_len > 0;
+  if (rows && !fits_tensor_map(forward.q, query)) {
+    return "q: rows do not start on 16 bytes";
+  }
+  if (keys && !fits_tensor_map(forward.k, key)) {
+    return "k: rows do not start on 16 bytes";
+  }
+  if (keys && !fits_tensor_map(forward.v, key)) {
+    return "v: rows do not start on 16 bytes";
+  }
+  if (rows && !fits_tensor_map(forward.out, query)) {
+    return "out: rows do not start on 16 bytes";
+  }
+  if (rows && forward.out_low.data != nullptr && !chunks_aligned(forward.out_low)) {
+    return "out_low: rows do not start on 8 bytes";
+  }
+  if (rows && !fits_tensor_map(params.d_out, query)) {
+    return "d_out: rows do not start on 16 bytes";
+  }
+  if (rows && !storable(params.dq, query)) return "dq: rows do not start on 16 bytes";
+  if (keys && !storable(params.dk, key)) return "dk: rows do not start on 16 bytes";
+  if (keys && !storable(params.dv, key)) return "dv: rows do not start on 16 bytes";
+  return nullptr;
+}
+
+size_t backward_workspace_bytes(const jaxflash_attention_backward_params& params) {
+  return backward_workspace(params.forward).bytes;
+}
+
+cudaError_t plan_backward(const jaxflash_attention_backward_params& params,
+                          void* workspace, int num_sms, BackwardArguments* arguments) {
+  const jaxflash_attention_params& forward = params.forward;
+  const BackwardConfig& config = kBackwardConfigs[backward_config(forward)];
+  const BackwardWorkspace layout = backward_workspace(forward);
+  const bool dq_wanted = params.dq.data != nullptr || params.dscale.data != nullptr;
+  auto* bytes = static_cast<unsigned char*>(workspace);
+  BackwardArguments& a = *arguments;
+  a.params = params;
+  a.order = key_tile_order(forward, config, num_sms);
+  a.num_rows_padded = static_cast<uint32_t>(padded_rows(forward));
+  a.num_query_heads = static_cast<uint32_t>(batch_size(forward) * forward.num_heads);
+  a.blocks_in_turn = static_cast<uint32_t>(std::min(num_sms, kMaxBlocksInTurn));
+  a.dq_accumulator = dq_wanted && !config.separate_dq()
+                         ? reinterpret_cast<float*>(bytes + layout.dq_accumulator)
+                         : nullptr;
+  a.lse = reinterpret_cast<float*>(bytes + layout.lse);
+  a.delta = reinterpret_cast<float*>(bytes + layout.delta);
+  a.large_lse = reinterpret_cast<int*>(bytes + layout.large_lse);
+  a.dq_turn = forward.deterministic != 0
+                  ? reinterpret_cast<int*>(bytes + layout.dq_turn)
+                  : nullptr;
+
+  constexpr int kStoredRows = 64;  // of a warpgroup
+  const MatrixExtents query = query_extents(forward);
+  const MatrixExtents key = key_extents(forward);
+  cudaError_t error = cudaSuccess;
+  const auto make = [&](const jaxflash_tensor& tensor, const MatrixExtents& extents,
+                        int rows, CUtensorMap* map) {
+    if (error != cudaSuccess || extents.rows == 0) return;
+    error = make_tensor_map(tensor, extents, rows, map);
+  };
+  const auto make_target = [&](const jaxflash_tensor& gradient,
+                               const MatrixExtents& extents, CUtensorMap* map) {
+    if (gradient.data == nullptr || gradient.dtype == JAXFLASH_FLOAT32) return;
+    make(gradient, extents, kStoredRows, map);
+  };
+  make(forward.q, query, config.block_q, &a.q);
+  make(params.d_out, query, config.block_q, &a.d_out);
+  make(forward.k, key, config.block_kv, &a.k);
+  make(forward.v, key, config.block_kv, &a.v);
+  make_target(params.dk, key, &a.dk);
+  make_target(params.dv, key, &a.dv);
+  if (config.separate_dq()) {
+    make(forward.k, key, config.dq_block_kv, &a.dq_k);
+    make(forward.v, key, config.dq_block_kv, &a.dq_v);
+    make_target(params.dq, query, &a.dq);
+  }
+  // Nothing is loaded of what has no rows, but its maps must be legal.
+  if (forward.q_len == 0) a.q = a.d_out = a.k;
+  if (forward.kv_len == 0) a.k = a.v = a.dq_k = a.dq_v = a.q;
+  return error;
+}
+
+}  // namespace jaxflash::sm90

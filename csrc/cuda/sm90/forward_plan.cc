@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "api/validate.h"
+#include "jaxflash/attention.h"
+#include "sm90/launch.h"
+#include "sm90/tensor_map.h"
+#include "sm90/tile_config.h"
+
+namespace jaxflash::sm90 {
+namespace {
+
+int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
+MatrixExtents query_extents(const jaxflash_attention_params& params) {
+  return {params.q_len, params.num_heads, params.head_dim, batch_size(params)};
+}
+
+MatrixExtents key_extents(const jaxflash_attention_params& params) {
+  return {params.kv_len, params.num_kv_heads, params.head_dim, batch_size(params)};
+}
+
+// Rows of out_low are written in chunks of 8 bytes.
+bool chunks_aligned(const jaxflash_tensor& out_low) {
+  constexpr int64_t kChunk = 8;
+  return reinterpret_cast<uintptr_t>(out_low.data) % kChunk == 0 &&
+         out_low.strides[2] == 1 && out_low.strides[0] % kChunk == 0 &&
+         out_low.strides[1] % kChunk == 0 && out_low.batch_strides[0] % kChunk == 0;
+}
+
+// Whether items differ in the keys that they see, so that a fixed share of the items
+// may be too much work for a block.
+bool uneven(const jaxflash_attention_params& params) {
+  return params.is_causal != 0 || params.q_seq_lengths.data != nullptr ||
+         params.kv_seq_lengths.data != nullptr;
+}
+
+// Heads whose K and V stay in L2 together; one at a time where every item sees all keys
+// and passes over them at about the same pace as its neighbours.
+int64_t heads_per_section(const jaxflash_attention_params& params) {
+  if (!uneven(params)) return 1;
+  constexpr int64_t kCacheBytes = int64_t{32} << 20;
+  constexpr int64_t kElementBytes = 2;
+  const int64_t bytes = 2 * params.kv_len * params.head_dim * kElementBytes;
+  const int64_t kv_heads = batch_size(params) * params.num_kv_heads;
+  const int64_t fitting =
+      std::max<int64_t>(1, kCacheBytes / std::max<int64_t>(1, bytes));
+  const int64_t sections = divide_up(kv_heads, fitting);
+  return divide_up(kv_heads, sections) * (params.num_heads / params.num_kv_heads);
+}
+
+}  // namespace
+
+int forward_config(const jaxflash_attention_params& params) {
+  return forward_config_index(static_cast<int>(params.head_dim));
+}
+
+const char* forward_obstacle(const jaxflash_attention_params& params) {
+  if (params.batch_rank > 1) return "more than one batch axis";
+  if (params.head_dim % 8 != 0) return "the head dim is no multiple of 8";
+  if (forward_config(params) < 0) return "the head dim is too large";
+  const MatrixExtents query = query_extents(params);
+  const MatrixExtents key = key_extents(params);
+  if (!fits_tensor_map(params.q, query)) return "q: rows do not start on 16 bytes";
+  if (params.kv_len > 0 && !fits_tensor_map(params.k, key)) {
+    return "k: rows do not start on 16 bytes";
+  }
+  if (params.kv_len > 0 && !fits_tensor_map(params.v, key)) {
+    return "v: rows do not start on 16 bytes";
+  }
+  if (!fits_tensor_map(params.out, query)) return "out: rows do not start on 16 bytes";
+  if (params.out_low.data != nullptr && !chunks_aligned(params.out_low)) {
+    return "out_low: rows do not start on 8 bytes";
+  }
+  return nullptr;
+}
+
+size_t forward_workspace_bytes(const jaxflash_attention_params&) {
+  return sizeof(*ForwardArguments::num_taken);
+}
+
+cudaError_t plan_forward(const jaxflash_attention_params& params, void* workspace,
+                         int num_sms, ForwardArguments* arguments) {
+  const ForwardConfig& config = kForwardConfigs[forward_config(params)];
+  const int64_t q_tiles = divide_up(params.q_len, config.block_q());
+  const int64_t heads = batch_size(params) * params.num_heads;
+  const int64_t items = q_tiles * heads;
+  ForwardArguments& a = *arguments;
+  a.params = params;
+  a.q_batch_step = batch_step(params.q);
+  a.k_batch_step = batch_step(params.k);
+  a.v_batch_step = batch_step(params.v);
+  a.heads_per_kv_head = static_cast<int>(params.num_heads / params.num_kv_heads);
+  a.num_q_tiles = static_cast<uint32_t>(q_tiles);
+  a.num_batch_heads = static_cast<uint32_t>(heads);
+  a.heads_per_section = static_cast<uint32_t>(heads_per_section(params));
+  a.num_work_items = static_cast<uint32_t>(items);
+  a.num_blocks = static_cast<uint32_t>(std::min<int64_t>(items, num_sms));
+  a.num_taken = uneven(params) && items > num_sms
+                    ? static_cast<unsigned int*>(workspace)
+                    : nullptr;
+
+  const MatrixExtents query = query_extents(params);
+  const MatrixExtents key = key_extents(params);
+  cudaError_t error = make_tensor_map(params.q, query, config.block_q(), &a.q_map);
+  const auto make = [&](const jaxflash_tensor& tensor, const MatrixExtents& extents,
+                        int rows, CUtensorMap* map) {
+    if (error == cudaSuccess) error = make_tensor_map(tensor, extents, rows, map);
+  };
+  make(params.out, query, 64, &a.out_map);
+  // Without keys nothing is loaded, but the maps must be legal.
+  a.k_map = a.v_map = a.q_map;
+  if (params.kv_len > 0) {
+    make(params.k, key, config.block_kv, &a.k_map);
+    make(params.v, key, config.block_kv, &a.v_map);
+  }
+  return error;
+}
+
+}  // namespace jaxflash::sm90

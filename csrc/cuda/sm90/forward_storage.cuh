@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the warps of a block of the forward kernel share: tiles and barriers in shared
+// memory, and the work items that the loader announces there.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/ptx_sm90.cuh"
+#include "../common/wgmma.cuh"
+#include "schedule.cuh"
+#include "tile_config.h"
+
+namespace jaxflash::sm90 {
+
+constexpr int kWarpgroup = 128;     // threads
+constexpr int kGroupRows = 64;      // of Q, that a consumer owns
+constexpr int kScreenThreads = 96;  // the loader's warpgroup but its first warp
+
+// Named barriers; those of a consumer are numbered from here.
+enum : int { kTurnBarrier = 1, kGroupBarrier = 4, kScreenBarrier = 7 };
+
+template <int kConfigIndex>
+struct ForwardStorage {
+  static constexpr ForwardConfig kConfig = kForwardConfigs[kConfigIndex];
+  static constexpr int kPanels = panels_of(kConfig.head_dim);
+  static constexpr int kStages = kConfig.num_stages;
+  static constexpr int kWorkSlots = 2;
+
+  using QueryTile = uint16_t[kPanels][kConfig.block_q()][kPanelColumns];
+  using KeyTile = uint16_t[kPanels][kConfig.block_kv][kPanelColumns];
+
+  alignas(1024) QueryTile q;
+  alignas(1024) KeyTile k[kStages];
+  alignas(1024) KeyTile v[kStages];
+  // Only where out has a tile of its own.
+  alignas(1024) uint16_t out[kConfig.own_out_tile ? sizeof(QueryTile) / 2 : 1];
+
+  uint64_t q_full;             // Q has landed
+  uint64_t q_empty;            // all consumers are done with it
+  uint64_t k_full[kStages];    // K has landed
+  uint64_t k_empty[kStages];   // all consumers are done with it
+  uint64_t v_loaded[kStages];  // V that needs screening has landed
+  uint64_t v_full[kStages];    // V has landed or was screened
+  uint64_t v_empty[kStages];   // all consumers are done with it
+  uint64_t work_full[kWorkSlots];
+  uint64_t work_empty[kWorkSlots];
+  WorkItem work[kWorkSlots];
+  int dropped[kWorkSlots];  // V of the item had inf or NaN that the screener took out
+
+  __device__ __forceinline__ void init_barriers() {
+    const auto init = [](uint64_t& barrier, int arrivals) {
+      mbarrier_init(cvta_generic_to_shared(&barrier), arrivals);
+    };
+    constexpr int kConsumers = kConfig.num_consumers;
+    init(q_full, 1);
+    init(q_empty, kConsumers);
+    for (int stage = 0; stage < kStages; ++stage) {
+      init(k_full[stage], 1);
+      init(k_empty[stage], kConsumers);
+      init(v_loaded[stage], 1);
+      init(v_full[stage], 1);
+      init(v_empty[stage], kConsumers);
+    }
+    for (int slot = 0; slot < kWorkSlots; ++slot) {
+      init(work_full[slot], 1);
+      init(work_empty[slot], (kConsumers * kWarpgroup + kScreenThreads) / 32);
+    }
+  }
+};
+
+__device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) {
+  mbarrier_wait(cvta_generic_to_shared(&barrier), parity);
+}
+__device__ __forceinline__ void arrive(uint64_t& barrier) {
+  mbarrier_arrive(cvta_generic_to_shared(&barrier));
+}
+
+// The slots in which the loader describes work items, as the other warps read them.
+template <class Storage>
+struct WorkReader {
+  Storage& storage;
+  RingPosition<Storage::kWorkSlots> slot;
+
+  // The next item, or false when there is none.
+  __device__ __forceinline__ bool read(WorkItem& item) {
+    wait(storage.work_full[slot.stage], slot.parity);
+    item = storage.work[slot.stage];
+    return item.num_tiles != WorkItem::kNone;
+  }
+
+  __device__ __forceinline__ bool dropped() const {
+    return storage.dropped[slot.stage] != 0;
+  }
+
+  // This warp needs the slot no more.
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(storage.work_empty[slot.stage]);
+    slot.advance();
+  }
+};
+
+// A thread of consumer `group`, number `index` of its warpgroup. Of the accumulators it
+// has rows row() and row() + 8 of the tile of Q.
+struct ConsumerThread {
+  int group;
+  int index;
+
+  __device__ __forceinline__ bool leads() const { return index == 0; }
+  __device__ __forceinline__ int warp() const { return index / 32; }
+  __device__ __forceinline__ int row() const {
+    return group * kGroupRows + warp() * 16 + index % 32 / 4;
+  }
+  __device__ __forceinline__ void group_sync() const {
+    bar_sync(kGroupBarrier + group, kWarpgroup);
+  }
+};
+
+}  // namespace jaxflash::sm90

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the dispatcher hands to the Hopper backward kernels. Plain C++: no CUDA syntax
+// here.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "backward_config.h"
+#include "jaxflash/attention.h"
+
+namespace jaxflash::sm90 {
+
+// Which tiles of keys of which heads a block takes. Heads go in sections whose operands
+// share L2; within one, the blocks of all its heads that have the most work come first.
+struct KeyTileOrder {
+  uint32_t num_tiles;         // of one key/value head
+  uint32_t num_items;         // of one head: tiles, or pairs of them
+  uint32_t num_heads;         // num_kv_heads * batch
+  uint32_t heads_in_section;  // at most num_heads
+  // An item is the tiles i and num_tiles - 1 - i, one after the other: in a causal call
+  // all items have the same work.
+  bool paired;
+};
+
+struct BackwardArguments {
+  jaxflash_attention_backward_params params;
+  // 16-bit matrices as the copy engine sees them, in boxes of 64 columns and, of one
+  // head, as many rows as said here.
+  CUtensorMap q;      // block_q
+  CUtensorMap d_out;  // block_q
+  CUtensorMap k;      // block_kv
+  CUtensorMap v;      // block_kv
+  CUtensorMap dk;     // 64; not used where dk is float32 or absent
+  CUtensorMap dv;     // 64; likewise
+  CUtensorMap dq_k;   // dq_block_kv; only for the separate dQ kernel, like the next two
+  CUtensorMap dq_v;   // dq_block_kv
+  CUtensorMap dq;     // 64; not used where dq is float32 or absent
+  KeyTileOrder order;
+  uint32_t num_rows_padded;  // T rounded up to kRowPadding
+  uint32_t num_query_heads;  // num_heads * batch
+  uint32_t blocks_in_turn;   // deterministic calls: key tiles that surely run together
+  // Workspace, all [batch, N, num_rows_padded, ...].
+  float* dq_accumulator;  // [..., head dim of the configuration]; NULL: not wanted
+  float* lse;             // +inf: the row takes no part
+  float* delta;           // rowsum(d_out o out) - d_lse
+  // int32 [batch, N, num_rows_padded / block_q], of tiles of Q.
+  int* large_lse;  // whether lse of the tile is in natural units, else in those of log2
+  int* dq_turn;    // deterministic calls: how many blocks have added to the tile of dQ
+};
+
+// Index into kBackwardConfigs that plan_backward plans for.
+int backward_config(const jaxflash_attention_params& params);
+
+// Fills the arguments for a device with this many SMs. There must be heads and batch
+// elements, and no obstacle.
+cudaError_t plan_backward(const jaxflash_attention_backward_params& params,
+                          void* workspace, int num_sms, BackwardArguments* arguments);
+
+// kConfigIndex: of kBackwardConfigs.
+template <class Element, int kConfigIndex>
+cudaError_t launch_backward(const BackwardArguments& arguments, cudaStream_t stream);
+
+}  // namespace jaxflash::sm90
