@@ -32,3 +32,15 @@ jaxflash_status jaxflash_attention_backward_cuda(
     const jaxflash_attention_backward_params*, void*, size_t, void*) {
   return unavailable();
 }
+
+jaxflash_status jaxflash_attention_explain_forward_cuda(
+    const jaxflash_attention_params*, const jaxflash_cuda_device*,
+    jaxflash_explanation*) {
+  return unavailable();
+}
+
+jaxflash_status jaxflash_attention_explain_backward_cuda(
+    const jaxflash_attention_backward_params*, const jaxflash_cuda_device*,
+    jaxflash_explanation*) {
+  return unavailable();
+}

@@ -7,10 +7,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 from jaxflash import checkpoint_policies
 from jaxflash.attention import dot_product_attention
+from jaxflash.explain import explain
 
 try:
     __version__ = version("jaxflash")
 except PackageNotFoundError:  # imported from a source tree
     __version__ = "0+source"
 
-__all__ = ["__version__", "checkpoint_policies", "dot_product_attention"]
+__all__ = ["__version__", "checkpoint_policies", "dot_product_attention", "explain"]

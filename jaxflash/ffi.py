@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -126,19 +126,30 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-def choose(spec: Spec, avals: Sequence, platform: str | None) -> str:
+class Choice(NamedTuple):
+    """What serves a call, why, and whether that is second best."""
+
+    implementation: str
+    reason: str
+    is_fallback: bool = False
+
+
+def decide(spec: Spec, avals: Sequence, platform: str | None) -> Choice:
     """What serves a call that is being lowered for a platform.
 
     Returns:
-        "cpu", "cuda" or "reference".
+        "cpu", "cuda" or "reference", and the reason.
 
     Raises:
         NotImplementedError: the call names another backend's kernels, or kernels that
             cannot run here.
     """
     query = avals[spec.operands.index("query")]
-    if spec.implementation == "reference" or query.shape[-2] == 0:
-        return "reference"  # also without heads, where there is nothing to launch
+    asked = f"implementation={spec.implementation!r} asks for it"
+    if spec.implementation == "reference":
+        return Choice("reference", asked)
+    if query.shape[-2] == 0:
+        return Choice("reference", "without heads there is nothing to launch")
     if spec.implementation is not None:
         if spec.implementation != platform:
             raise NotImplementedError(
@@ -148,17 +159,24 @@ def choose(spec: Spec, avals: Sequence, platform: str | None) -> str:
                 "'reference'"
             )
         check_implementation(spec, avals)
-        return spec.implementation
+        return Choice(spec.implementation, asked)
     if platform is None:
-        _warn_once("jaxflash has no kernels for this platform" + _FALLBACK)
-        return "reference"
+        why = "jaxflash has no kernels for this platform"
+        return Choice("reference", why, is_fallback=True)
     what = refusal(platform, spec, avals)
     why = f"do not serve {what} yet" if what else unavailable(platform)
     if why is None:
-        return platform
+        return Choice(platform, f"the {platform} kernels serve the call")
     prefix = f"jaxflash's {platform} kernels " if what else "jaxflash: "
-    _warn_once(prefix + why + _FALLBACK)
-    return "reference"
+    return Choice("reference", prefix + why, is_fallback=True)
+
+
+def choose(spec: Spec, avals: Sequence, platform: str | None) -> str:
+    """Decides, and warns once of every reason to fall back to the reference."""
+    choice = decide(spec, avals, platform)
+    if choice.is_fallback:
+        _warn_once(choice.reason + _FALLBACK)
+    return choice.implementation
 
 
 def call(
@@ -181,36 +199,15 @@ def call(
         names: what each operand is.
         results: name and type of each result.
     """
-    module = load(backend)
-    assert isinstance(module, ModuleType)
     given: Sequence[Any] = ctx.avals_in
-    avals = dict(zip(names, given, strict=True))
-    q_len, num_heads, head_dim = avals["query"].shape[-3:]
-    kv_len, num_kv_heads, _ = avals["key"].shape[-3:]
-    batch = batch_shape(names, [aval.shape for aval in given])
-    if _merged_rank(names, given, batch) > _MAX_BATCH_RANK:
-        full = [(*batch, *a.shape[len(lead(n, a.shape)) :]) for n, a in avals.items()]
+    taken = kernel_operands(names, given)
+    if taken is not given:
+        full = [aval.shape for aval in taken]
         operands = compat.lower_function(
             ctx, lambda *arrays: list(map(jnp.broadcast_to, arrays, full)), *operands
         )
-        ctx = ctx.replace(
-            avals_in=[
-                ShapedArray(shape, aval.dtype)
-                for shape, aval in zip(full, given, strict=True)
-            ]
-        )
-    workspace = module.workspace_bytes(
-        direction,
-        avals["query"].dtype.name,
-        math.prod(batch),
-        q_len,
-        kv_len,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        avals["value"].shape[-1],
-        spec.deterministic,
-    )
+        ctx = ctx.replace(avals_in=taken)
+    workspace = workspace_bytes(backend, direction, spec, names, given)
     result_names, result_avals = zip(*results, strict=True)
     types = [*result_avals, ShapedArray((workspace,), jnp.uint8)]
     rule = jax.ffi.ffi_lowering(f"jaxflash_attention_{direction}")
@@ -230,6 +227,40 @@ def call(
     return list(values)[:-1]
 
 
+def workspace_bytes(
+    backend: str, direction: str, spec: Spec, names: Sequence[str], avals: Sequence
+) -> int:
+    """Bytes of workspace that a call has, whatever kernels of the backend it runs."""
+    module = load(backend)
+    assert isinstance(module, ModuleType)
+    by_name = dict(zip(names, avals, strict=True))
+    q_len, num_heads, head_dim = by_name["query"].shape[-3:]
+    kv_len, num_kv_heads, value_head_dim = by_name["value"].shape[-3:]
+    return module.workspace_bytes(
+        direction,
+        by_name["query"].dtype.name,
+        math.prod(batch_shape(names, [aval.shape for aval in avals])),
+        q_len,
+        kv_len,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        value_head_dim,
+        spec.deterministic,
+    )
+
+
+def kernel_operands(names: Sequence[str], avals: Sequence) -> Sequence:
+    """The types of a call's operands as its kernel gets them."""
+    batch = batch_shape(names, [aval.shape for aval in avals])
+    if _merged_rank(names, avals, batch) <= _MAX_BATCH_RANK:
+        return avals
+    return [
+        ShapedArray((*batch, *aval.shape[len(lead(name, aval.shape)) :]), aval.dtype)
+        for name, aval in zip(names, avals, strict=True)
+    ]
+
+
 def _merged_rank(names: Sequence[str], avals: Sequence, batch: Sequence[int]) -> int:
     """Batch axes that are left when neighbours merge that the same operands vary on."""
     leads = [lead(name, aval.shape) for name, aval in zip(names, avals, strict=True)]
@@ -239,6 +270,26 @@ def _merged_rank(names: Sequence[str], avals: Sequence, batch: Sequence[int]) ->
         if batch[axis] != 1
     ]
     return len(list(itertools.groupby(patterns)))
+
+
+def kernel_gradients(
+    names: Sequence[str],
+    avals: Sequence,
+    wanted: Sequence[str],
+    summed: Sequence[Sequence[int]],
+) -> list[tuple[str, ShapedArray]]:
+    """Name and type of each gradient as the backward kernel returns it."""
+    batch = batch_shape(names, [aval.shape for aval in avals])
+    by_name = dict(zip(names, avals, strict=True))
+    results = []
+    for name, axes in zip(wanted, summed, strict=True):
+        aval = by_name[name]
+        core = aval.shape[aval.ndim - core_rank(name) :]
+        if name in _ROW_SUMS:
+            core = by_name["lse"].shape[-2:]
+        dtype = jnp.float32 if axes or name in _ROW_SUMS else aval.dtype
+        results.append((_GRADIENTS[name], ShapedArray((*batch, *core), dtype)))
+    return results
 
 
 def call_backward(
@@ -251,20 +302,11 @@ def call_backward(
     summed: Sequence[Sequence[int]],
 ) -> list:
     """Emits the backward kernel and the sums over what its operands share."""
-    given: Sequence[Any] = ctx.avals_in
-    batch = batch_shape(names, [aval.shape for aval in given])
-    by_name = dict(zip(names, given, strict=True))
-    rows = by_name["lse"].shape[-2:]
-    results, sums = [], []
-    for name, axes in zip(wanted, summed, strict=True):
-        aval = by_name[name]
-        core = aval.shape[aval.ndim - core_rank(name) :]
-        row_sums = _ROW_SUMS.get(name)
-        dtype = jnp.float32 if axes or row_sums else aval.dtype
-        full = ShapedArray((*batch, *(rows if row_sums else core)), dtype)
-        results.append((_GRADIENTS[name], full))
-        own = [axis - core_rank(name) for axis in axes]
-        sums.append((row_sums, own))
+    results = kernel_gradients(names, ctx.avals_in, wanted, summed)
+    sums = [
+        (_ROW_SUMS.get(name), [axis - core_rank(name) for axis in axes])
+        for name, axes in zip(wanted, summed, strict=True)
+    ]
     values = call(ctx, operands, backend, "backward", spec, names, results)
 
     def finish(*grads):

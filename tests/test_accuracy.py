@@ -74,7 +74,7 @@ def test_rows_of_huge_negative_logits_are_shift_invariant(implementation, dtype)
         check(call, implementation, dtype)
         return
     # XLA keeps dS in float32 and has no rounding of it to multiply by the -44 that all
-    # keys share, 176 of their standard deviations: no yardstick for products of 16 bits.
+    # keys share, 176 of their standard deviations: no yardstick for 16-bit products.
     cts = cotangents(call)
     check_forward(call, implementation, dtype, xla_results(call, *cts))
     assert_gradients(call, run_gradients(call, implementation, *cts), *cts)

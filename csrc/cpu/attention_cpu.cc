@@ -12,7 +12,7 @@ namespace jaxflash::cpu {
 namespace {
 
 constexpr size_t kAlignment = 64;
-constexpr Support kSupport = {"cpu", /*max_head_dim=*/256, /*float32=*/true};
+constexpr Support kSupport = {"cpu", kMaxHeadDim, /*float32=*/true};
 
 // Checks a call whose parameters were found `valid`.
 jaxflash_status check(jaxflash_status valid, const jaxflash_attention_params* params,

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "api/validate.h"
 #include "cpu/forward.h"
 #include "cpu/gemm.h"
 #include "cpu/pack.h"
@@ -179,7 +180,7 @@ class BackwardHead {
   // keys have a common mean, that mean times the defect would drown dQ. What is too
   // much is taken back along the mean of the keys that the row sees.
   void store_rows(int64_t first, int64_t last, int64_t chunk_keys) const {
-    float key_sum[256] = {}, dq[256];
+    float key_sum[kMaxHeadDim] = {}, dq[kMaxHeadDim];
     int64_t keys = 0;
     for (int64_t r = first; r < std::min(last, layout_.rows); ++r) {
       const bool seen = sees_keys(r);
@@ -266,7 +267,7 @@ class BackwardHead {
         dv_(own + layout.dv) {}
 
   static const float* zeros() {
-    static constexpr float kZeros[256] = {};
+    static constexpr float kZeros[kMaxHeadDim] = {};
     return kZeros;
   }
 
@@ -297,7 +298,7 @@ class BackwardHead {
   }
 
   void add_key(int64_t key, float* total) const {
-    float row[256];
+    float row[kMaxHeadDim];
     load_row(k.row(key), k.column_stride, head_dim, row);
     for (int h = 0; h < head_dim; ++h) total[h] += row[h];
   }
@@ -310,7 +311,7 @@ class BackwardHead {
 
   void store_key(const float* panel, int64_t key, bool seen, float factor,
                  const Gradient<Element>& gradient) const {
-    float column[256];
+    float column[kMaxHeadDim];
     for (int h = 0; h < head_dim; ++h) column[h] = panel[h * kPanel + key % kPanel];
     gradient.store(key, seen ? column : zeros(), seen ? factor : 0.0f, head_dim);
   }

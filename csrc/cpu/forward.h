@@ -26,6 +26,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "api/validate.h"
 #include "cpu/gemm.h"
 #include "cpu/pack.h"
 #include "cpu/problem.h"
@@ -253,7 +254,7 @@ class ForwardTask {
     const float* o = o_panels_ + static_cast<int64_t>(p) * head_dim_ * kPanel;
     for (int i = 0; i < rows; ++i) {
       const float l = sum_[p * kPanel + i];
-      float column[256];
+      float column[kMaxHeadDim];
       for (int h = 0; h < head_dim_; ++h) column[h] = o[h * kPanel + i];
       // Divided by the sum of the very weights it is made of, out is an exact mean of
       // rows of V; the sum that is not rounded is what lse is about.

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "api/validate.h"
 #include "cpu/element.h"
 #include "cpu/simd.h"
 
@@ -79,9 +80,8 @@ void pack_rows(const Rows<const typename M::Element>& x, int64_t first, int rows
 template <class M>
 void pack_transposed(const Rows<const typename M::Element>& x, int64_t first, int rows,
                      int columns, int width, float* to, int ld) {
-  constexpr int kMaxColumns = 256;
   constexpr int kStrip = kLanes < 8 ? kLanes : 8;  // rows transposed at a time
-  float strip[kStrip][kMaxColumns];
+  float strip[kStrip][kMaxHeadDim];
   const int depth = words<M>(columns);
   for (int r = 0; r < width; r += kStrip) {
     for (int s = 0; s < kStrip; ++s) {

@@ -8,8 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "ffi/slots.h"
-
 namespace jaxflash::ffi {
 namespace {
 
@@ -144,8 +142,8 @@ Error check_result(const Bound& bound, const Shape& batch) {
 }
 
 // Binds every tensor of the call once sizes and batch shape are known.
-Error bind_tensors(const std::vector<Bound>& all, Shape batch,
-                   jaxflash_attention_backward_params* params) {
+Error bind_views(const std::vector<Bound>& all, Shape batch,
+                 jaxflash_attention_backward_params* params) {
   std::vector<Shape> batch_strides;
   for (const Bound& bound : all) {
     if (bound.is_result) {
@@ -206,6 +204,14 @@ Error collect(std::string_view names, size_t count, bool is_result, Get get,
 
 }  // namespace
 
+Error bind_tensors(const std::vector<Bound>& all,
+                   jaxflash_attention_backward_params* params) {
+  if (Error e = bind_core_sizes(all, &params->forward); e.failure()) return e;
+  Shape batch;
+  if (Error e = find_batch_shape(all, &batch); e.failure()) return e;
+  return bind_views(all, std::move(batch), params);
+}
+
 Error bind(xla::ffi::RemainingArgs arguments, xla::ffi::RemainingRets results,
            Dictionary attributes, Call* call) {
   call->params.struct_size = sizeof(call->params);
@@ -223,13 +229,7 @@ Error bind(xla::ffi::RemainingArgs arguments, xla::ffi::RemainingRets results,
   if (error.failure()) return error;
   error = collect(names, results.size(), /*is_result=*/true, result, &all, call);
   if (error.failure()) return error;
-
-  error = bind_core_sizes(all, &call->params.forward);
-  if (error.failure()) return error;
-  Shape batch;
-  error = find_batch_shape(all, &batch);
-  if (error.failure()) return error;
-  return bind_tensors(all, std::move(batch), &call->params);
+  return bind_tensors(all, &call->params);
 }
 
 Error to_error(jaxflash_status status) {

@@ -11,7 +11,9 @@
 #define JAXFLASH_CSRC_FFI_BIND_H_
 
 #include <cstddef>
+#include <vector>
 
+#include "ffi/slots.h"
 #include "jaxflash/attention.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -26,6 +28,10 @@ struct Call {
 
 xla::ffi::Error bind(xla::ffi::RemainingArgs arguments, xla::ffi::RemainingRets results,
                      xla::ffi::Dictionary attributes, Call* call);
+
+// The part of it that needs no call: sizes, batch axes and strides of all tensors.
+xla::ffi::Error bind_tensors(const std::vector<Bound>& all,
+                             jaxflash_attention_backward_params* params);
 
 // The error that XLA reports for a status of the C API on this thread.
 xla::ffi::Error to_error(jaxflash_status status);

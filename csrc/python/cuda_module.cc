@@ -3,6 +3,7 @@
 // jaxflash._cuda: the handlers of the CUDA backend and what the library says about
 // them. Imports on machines without a driver.
 #include "ffi/handlers.h"
+#include "python/explain.h"
 #include "python/module.h"
 
 namespace nb = ::nanobind;
@@ -23,4 +24,5 @@ NB_MODULE(_cuda, module) {
   jaxflash::python::define_workspace_bytes(
       module, {jaxflash_attention_forward_workspace_cuda,
                jaxflash_attention_backward_workspace_cuda});
+  jaxflash::python::define_explain(module);
 }

@@ -13,7 +13,8 @@ attention_backward_p = Primitive("attention_backward")
 attention_backward_p.multiple_results = True
 
 
-def _names(operands, spec: Spec) -> tuple[str, ...]:
+def operand_names(operands, spec: Spec) -> tuple[str, ...]:
+    """What each operand is."""
     query = operands[spec.operands.index("query")]
     names = (*spec.operands, *residuals(query.dtype), "d_out", "d_lse")
     return names[: len(operands)]
@@ -42,7 +43,7 @@ def attention_backward(
 
 
 def _abstract_eval(*avals, spec: Spec, wanted, summed):
-    names = _names(avals, spec)
+    names = operand_names(avals, spec)
     batch = common.full_batch(names, avals)
     results = []
     for name, axes in zip(wanted, summed, strict=True):
@@ -56,7 +57,7 @@ def _abstract_eval(*avals, spec: Spec, wanted, summed):
 
 
 def _lower(ctx, *operands, spec: Spec, wanted, summed, platform: str | None):
-    names = _names(ctx.avals_in, spec)
+    names = operand_names(ctx.avals_in, spec)
     backend = ffi.choose(spec, ctx.avals_in, platform)
     if backend == "reference":
         function = partial(reference.backward, spec, names, wanted, summed)
@@ -65,14 +66,14 @@ def _lower(ctx, *operands, spec: Spec, wanted, summed, platform: str | None):
 
 
 def _batch(operands, dims, *, spec: Spec, wanted, summed):
-    operands = common.batch_operands(_names(operands, spec), operands, dims)
+    operands = common.batch_operands(operand_names(operands, spec), operands, dims)
     grads = attention_backward(*operands, spec=spec, wanted=wanted, summed=summed)
     return grads, [0] * len(grads)
 
 
 def _jvp(primals, tangents, *, spec: Spec, wanted, summed):
     grads = attention_backward(*primals, spec=spec, wanted=wanted, summed=summed)
-    names = _names(primals, spec)
+    names = operand_names(primals, spec)
     function = partial(reference.backward, spec, names, wanted, summed)
     return grads, list(common.jvp_of_reference(function, primals, tangents, grads))
 

@@ -44,13 +44,10 @@ def _abstract_eval(*avals, spec: Spec, with_residuals: bool):
     q, v = avals[names.index("query")], avals[names.index("value")]
     q_len, num_heads, _ = q.shape[-3:]
     rows, columns = (*batch, num_heads, q_len), (*batch, q_len, num_heads, v.shape[-1])
-    types = {
-        "out": (columns, q.dtype),
-        "lse": (rows, accumulator(q.dtype)),
-        "out_low": (columns, jnp.int8),
-    }
+    shapes = {"out": columns, "lse": rows, "out_low": columns}
+    dtypes = {"out": q.dtype, "lse": accumulator(q.dtype), "out_low": jnp.int8}
     return [
-        common.result_aval(name, *types[name], names, avals)
+        common.result_aval(name, shapes[name], dtypes[name], names, avals)
         for name in _results(spec, avals, with_residuals)
     ]
 
@@ -83,6 +80,7 @@ def _jvp(primals, tangents, *, spec: Spec, with_residuals: bool):
     values = attention_forward(*primals, spec=spec, with_residuals=True)
     # The tangent's residuals are these very values, so the names must be on them here:
     # names that a caller puts on the results would not save the kernel from rerunning.
+    # out_low goes by the name of out, which it is a part of.
     values = [
         checkpoint_name(value, f"jaxflash_{name.removesuffix('_low')}")
         for name, value in zip(_results(spec, primals, True), values, strict=True)

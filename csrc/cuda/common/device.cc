@@ -4,6 +4,17 @@
 #include "api/status.h"
 
 namespace jaxflash {
+namespace {
+
+jaxflash_status check_capability(const Device& device) {
+  if (device.compute_capability >= 80) return JAXFLASH_OK;
+  return fail(JAXFLASH_UNAVAILABLE,
+              "the CUDA kernels need compute capability 8.0 or later, this device has "
+              "%d.%d",
+              device.compute_capability / 10, device.compute_capability % 10);
+}
+
+}  // namespace
 
 jaxflash_status check_cuda(const char* call, cudaError_t error) {
   if (error == cudaSuccess) return JAXFLASH_OK;
@@ -28,11 +39,19 @@ jaxflash_status find_device(Device* device) {
   device->shared_memory_of_block = read(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   device->shared_memory_of_sm = read(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   JAXFLASH_RETURN_IF_ERROR(check_cuda("cudaDeviceGetAttribute", error));
-  if (major >= 8) return JAXFLASH_OK;
-  return fail(JAXFLASH_UNAVAILABLE,
-              "the CUDA kernels need compute capability 8.0 or later, this device has "
-              "%d.%d",
-              major, device->compute_capability % 10);
+  return check_capability(*device);
+}
+
+jaxflash_status check_device(const Device& device) {
+  if (device.num_sms < 1 || device.shared_memory_of_block < 1 ||
+      device.shared_memory_of_sm < 1) {
+    return fail(JAXFLASH_INVALID_ARGUMENT,
+                "device: num_sms, shared_memory_of_block and shared_memory_of_sm must "
+                "be positive, got %d, %d and %d",
+                device.num_sms, device.shared_memory_of_block,
+                device.shared_memory_of_sm);
+  }
+  return check_capability(device);
 }
 
 jaxflash_status check_blocks(int64_t blocks) {

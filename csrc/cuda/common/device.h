@@ -16,21 +16,24 @@ namespace jaxflash {
 // What XLA promises for its buffers.
 constexpr size_t kWorkspaceAlignment = 128;
 
-struct Device {
-  int compute_capability;  // 90 for 9.0
-  int num_sms;
-  int shared_memory_of_block;  // at most, opted in
-  int shared_memory_of_sm;
-};
+using Device = jaxflash_cuda_device;
 
 // The current device, which must be able to run the kernels.
 jaxflash_status find_device(Device* device);
+
+// Whether a device, as a caller describes it, is one that can.
+jaxflash_status check_device(const Device& device);
 
 // Hands on an error of the runtime; `call` names what failed.
 jaxflash_status check_cuda(const char* call, cudaError_t error);
 
 // A grid of so many blocks can be launched.
 jaxflash_status check_blocks(int64_t blocks);
+
+// dscale comes from dQ.
+inline bool wants_dq(const jaxflash_attention_backward_params& params) {
+  return params.dq.data != nullptr || params.dscale.data != nullptr;
+}
 
 inline int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 

@@ -3,7 +3,7 @@
 // The product P V multiplies hidden values by P = 0, which is 0 unless the value is inf
 // or NaN. So such values are taken out of the tiles of V that only some rows see, and
 // where there were any, the rows that do see them get them in the end
-// (add_visible_nonfinite).
+// (restore_visible_nonfinite).
 #pragma once
 
 #include <cstdint>
@@ -48,11 +48,12 @@ __device__ __forceinline__ uint4 finite_part(uint4 chunk) {
 // Adds the inf and NaN among keys [first_key, ...) of V to the rows of one warp that
 // see them. The keys a row sees only grow with the row, so one walk serves all rows.
 template <class Element>
-__device__ __noinline__ void add_visible_nonfinite(Element* out, int64_t out_stride,
-                                                   const Element* v, int64_t v_stride,
-                                                   Visible visible, int first_key,
-                                                   int first_row, int end_row,
-                                                   int head_dim, int lane) {
+__device__ __noinline__ void restore_visible_nonfinite(Element* out, int64_t out_stride,
+                                                       const Element* v,
+                                                       int64_t v_stride,
+                                                       Visible visible, int first_key,
+                                                       int first_row, int end_row,
+                                                       int head_dim, int lane) {
   for (int col = lane; col < head_dim; col += 32) {
     float sum = 0.f;
     int key = first_key;

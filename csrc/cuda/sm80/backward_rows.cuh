@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "../common/device.h"
 #include "../common/element.cuh"
 #include "../common/out_low.cuh"
 #include "../common/problem.cuh"
@@ -233,34 +234,27 @@ __global__ void __launch_bounds__(kRowsThreads)
 }
 
 template <int kHeadDim>
-uint32_t num_row_blocks(const BackwardArguments& arguments) {
+Grid row_grid(const BackwardArguments& arguments) {
   constexpr int kRows = RowLanes<kHeadDim>::kRowsPerBlock;
   static_assert(kRowPadding % kRows == 0, "no block has rows of two heads");
-  return static_cast<uint32_t>(static_cast<int64_t>(arguments.num_query_heads) *
-                               arguments.num_rows_padded / kRows);
+  const int64_t blocks = static_cast<int64_t>(arguments.num_query_heads) *
+                         arguments.num_rows_padded / kRows;
+  return {blocks, kRowsThreads};
 }
 
 template <class Element, int kHeadDim>
-cudaError_t launch_backward_rows(const BackwardArguments& arguments,
-                                 cudaStream_t stream) {
-  const uint32_t blocks = num_row_blocks<kHeadDim>(arguments);
-  if (blocks == 0) return cudaSuccess;
-  backward_rows_kernel<Element, kHeadDim>
-      <<<blocks, kRowsThreads, 0, stream>>>(arguments);
-  return cudaGetLastError();
+void launch_backward_rows(const BackwardArguments& arguments, Launcher& launcher) {
+  launcher.launch("backward_rows_kernel", {RowLanes<kHeadDim>::kRowsPerBlock},
+                  row_grid<kHeadDim>(arguments),
+                  backward_rows_kernel<Element, kHeadDim>, arguments);
 }
 
 template <class Element, int kHeadDim>
-cudaError_t launch_dq_conversion(const BackwardArguments& arguments,
-                                 cudaStream_t stream) {
-  const uint32_t blocks = num_row_blocks<kHeadDim>(arguments);
-  const jaxflash_attention_backward_params& p = arguments.params;
-  if (blocks == 0 || (p.dq.data == nullptr && p.dscale.data == nullptr)) {
-    return cudaSuccess;
-  }
-  dq_conversion_kernel<Element, kHeadDim>
-      <<<blocks, kRowsThreads, 0, stream>>>(arguments);
-  return cudaGetLastError();
+void launch_dq_conversion(const BackwardArguments& arguments, Launcher& launcher) {
+  if (!wants_dq(arguments.params)) return;
+  launcher.launch("dq_conversion_kernel", {RowLanes<kHeadDim>::kRowsPerBlock},
+                  row_grid<kHeadDim>(arguments),
+                  dq_conversion_kernel<Element, kHeadDim>, arguments);
 }
 
 }  // namespace jaxflash::sm80

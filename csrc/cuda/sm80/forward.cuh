@@ -30,6 +30,7 @@
 #include <cstdint>
 
 #include "../common/element.cuh"
+#include "../common/hidden_values.cuh"
 #include "../common/out_low.cuh"
 #include "../common/problem.cuh"
 #include "../common/tile.cuh"
@@ -430,24 +431,21 @@ __global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads())
   }
   if (dropped) {
     __syncwarp();  // the rows written above are visible to the warp
-    add_visible_nonfinite(out, p.out.strides[0], v, p.v.strides[0], visible,
-                          num_full_tiles * kBlockKV, warp_first_row,
-                          min(warp_first_row + 16 * kRowTiles, visible.q_rows),
-                          head_dim, lane);
+    restore_visible_nonfinite(out, p.out.strides[0], v, p.v.strides[0], visible,
+                              num_full_tiles * kBlockKV, warp_first_row,
+                              min(warp_first_row + 16 * kRowTiles, visible.q_rows),
+                              head_dim, lane);
   }
 }
 
 template <class Element, int kConfigIndex>
-cudaError_t launch_forward(const ForwardArguments& arguments, cudaStream_t stream) {
+void launch_forward(const ForwardArguments& arguments, Launcher& launcher) {
   constexpr ForwardConfig kConfig = kForwardConfigs[kConfigIndex];
   static_assert(kConfig.shared_bytes() <= kSharedMemoryEverywhere);
-  const auto kernel = forward_kernel<Element, kConfigIndex>;
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kConfig.shared_bytes());
-  if (error != cudaSuccess) return error;
-  kernel<<<arguments.num_blocks, kConfig.num_threads(), kConfig.shared_bytes(),
-           stream>>>(arguments);
-  return cudaGetLastError();
+  launcher.launch("forward_kernel",
+                  {kConfig.block_q, kConfig.block_kv, kConfig.num_stages},
+                  {arguments.num_blocks, kConfig.num_threads(), kConfig.shared_bytes()},
+                  forward_kernel<Element, kConfigIndex>, arguments);
 }
 
 }  // namespace jaxflash::sm80

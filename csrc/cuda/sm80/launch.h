@@ -3,10 +3,9 @@
 // What the dispatcher hands to the portable kernels. Plain C++: no CUDA syntax here.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstdint>
 
+#include "../common/launcher.h"
 #include "jaxflash/attention.h"
 
 namespace jaxflash::sm80 {
@@ -20,7 +19,7 @@ struct ForwardArguments {
 
 // kConfigIndex: of kForwardConfigs.
 template <class Element, int kConfigIndex>
-cudaError_t launch_forward(const ForwardArguments& arguments, cudaStream_t stream);
+void launch_forward(const ForwardArguments& arguments, Launcher& launcher);
 
 struct BackwardArguments {
   jaxflash_attention_backward_params params;
@@ -40,6 +39,6 @@ struct BackwardArguments {
 
 // kConfigIndex: of kBackwardConfigs.
 template <class Element, int kConfigIndex>
-cudaError_t launch_backward(const BackwardArguments& arguments, cudaStream_t stream);
+void launch_backward(const BackwardArguments& arguments, Launcher& launcher);
 
 }  // namespace jaxflash::sm80

@@ -18,8 +18,8 @@
 namespace jaxflash::sm80 {
 namespace {
 
-using ForwardLauncher = cudaError_t (*)(const ForwardArguments&, cudaStream_t);
-using BackwardLauncher = cudaError_t (*)(const BackwardArguments&, cudaStream_t);
+using ForwardLauncher = void (*)(const ForwardArguments&, Launcher&);
+using BackwardLauncher = void (*)(const BackwardArguments&, Launcher&);
 
 template <class Element, int... kIndex>
 constexpr auto forward_launchers(std::integer_sequence<int, kIndex...>) {
@@ -94,12 +94,18 @@ BackwardWorkspace backward_workspace(const jaxflash_attention_params& params) {
 
 }  // namespace
 
+size_t forward_workspace_bytes(const jaxflash_attention_params&) { return 0; }
+
 size_t backward_workspace_bytes(const jaxflash_attention_backward_params& params) {
   return backward_workspace(params.forward).bytes;
 }
 
-jaxflash_status run_forward(const jaxflash_attention_params& params,
-                            const Device& device, cudaStream_t stream) {
+bool backward_is_reproducible(const jaxflash_attention_backward_params& params) {
+  return params.forward.deterministic != 0 || !wants_dq(params);
+}
+
+jaxflash_status run_forward(const jaxflash_attention_params& params, void*,
+                            const Device& device, Launcher& launcher) {
   const int config = forward_config_index(static_cast<int>(params.head_dim),
                                           device.shared_memory_of_sm);
   const int64_t q_tiles = divide_up(params.q_len, kForwardConfigs[config].block_q);
@@ -111,13 +117,13 @@ jaxflash_status run_forward(const jaxflash_attention_params& params,
   arguments.num_q_tiles = static_cast<uint32_t>(q_tiles);
   arguments.vector_access = rows_aligned(
       params.head_dim, {&params.q, &params.k, &params.v, &params.out, &params.out_low});
-  return check_cuda("launch of the forward kernel",
-                    forward_launcher(params.q.dtype, config)(arguments, stream));
+  forward_launcher(params.q.dtype, config)(arguments, launcher);
+  return check_cuda("launch of the forward kernel", launcher.error());
 }
 
 jaxflash_status run_backward(const jaxflash_attention_backward_params& params,
                              void* workspace, const Device& device,
-                             cudaStream_t stream) {
+                             Launcher& launcher) {
   const jaxflash_attention_params& forward = params.forward;
   const int config = backward_config_index(static_cast<int>(forward.head_dim),
                                            device.shared_memory_of_block);
@@ -149,8 +155,8 @@ jaxflash_status run_backward(const jaxflash_attention_backward_params& params,
   arguments.lse = reinterpret_cast<float*>(bytes + layout.lse);
   arguments.delta = reinterpret_cast<float*>(bytes + layout.delta);
   arguments.dq_turn = reinterpret_cast<int*>(bytes + layout.dq_turn);
-  return check_cuda("launch of the backward kernels",
-                    backward_launcher(forward.q.dtype, config)(arguments, stream));
+  backward_launcher(forward.q.dtype, config)(arguments, launcher);
+  return check_cuda("launch of the backward kernels", launcher.error());
 }
 
 }  // namespace jaxflash::sm80

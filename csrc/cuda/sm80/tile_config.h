@@ -84,10 +84,9 @@ struct BackwardConfig {
   constexpr int rows_bytes() const { return block_q * 4; }  // of lse or delta
   constexpr int stage_bytes() const { return 2 * (q_tile_bytes() + rows_bytes()); }
   constexpr int score_tile_bytes() const { return block_q * block_kv * 2; }
-  // K, V, dS, P where warps share it, and the stages of (Q, dO, lse, delta).
+  // K, V, dS, P and the stages of (Q, dO, lse, delta).
   constexpr int shared_bytes() const {
-    return 2 * kv_tile_bytes() + score_tile_bytes() * (split > 1 ? 2 : 1) +
-           num_stages * stage_bytes();
+    return 2 * kv_tile_bytes() + 2 * score_tile_bytes() + num_stages * stage_bytes();
   }
 };
 

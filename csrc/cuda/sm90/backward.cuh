@@ -20,9 +20,10 @@
 // results itself (griddepcontrol.wait): what it does before that is free.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
+#include "../common/device.h"
+#include "../common/launcher.h"
 #include "backward_config.h"
 #include "backward_dkv.cuh"
 #include "backward_dq.cuh"
@@ -32,77 +33,52 @@
 
 namespace jaxflash::sm90 {
 
-// Launches kernels as long as there is no error.
-struct BackwardLauncher {
-  const BackwardArguments& arguments;
-  cudaStream_t stream;
-  cudaError_t error = cudaSuccess;
-  bool first = true;
-
-  using Kernel = void (*)(BackwardArguments);
-
-  void launch(Kernel kernel, int64_t blocks, int threads, size_t shared_bytes = 0) {
-    if (error != cudaSuccess || blocks == 0) return;
-    if (shared_bytes > 0) {
-      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   static_cast<int>(shared_bytes));
-      if (error != cudaSuccess) return;
-    }
-    cudaLaunchAttribute early_start = {};
-    early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early_start.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned int>(blocks));
-    config.blockDim = dim3(static_cast<unsigned int>(threads));
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = &early_start;
-    config.numAttrs = first ? 0 : 1;
-    error = cudaLaunchKernelEx(&config, kernel, arguments);
-    first = false;
-  }
-};
-
 template <class Element, int kConfigIndex>
-cudaError_t launch_backward(const BackwardArguments& arguments, cudaStream_t stream) {
+void launch_backward(const BackwardArguments& arguments, Launcher& launcher) {
   constexpr BackwardConfig kConfig = kBackwardConfigs[kConfigIndex];
+  constexpr TileShape kTile = {kConfig.block_q, kConfig.block_kv, kStages};
   const jaxflash_attention_backward_params& params = arguments.params;
   const int64_t rows =
       static_cast<int64_t>(arguments.num_query_heads) * arguments.num_rows_padded;
   const int64_t key_blocks =
       static_cast<int64_t>(arguments.order.num_items) * arguments.order.num_heads;
-  const bool dq_wanted = params.dq.data != nullptr || params.dscale.data != nullptr;
   const bool dkv_wanted = params.dk.data != nullptr || params.dv.data != nullptr;
+  constexpr bool kEarlyStart = true;
 
-  BackwardLauncher launcher = {arguments, stream};
-  launcher.launch(backward_rows_kernel<Element, kConfigIndex>, rows / kConfig.block_q,
-                  kRowsThreads);
+  launcher.launch("backward_rows_kernel", {kConfig.block_q},
+                  {rows / kConfig.block_q, kRowsThreads},
+                  backward_rows_kernel<Element, kConfigIndex>, arguments);
   if constexpr (kConfig.separate_dq()) {
     using Shared = DkvShared<kConfigIndex>;
     using SharedDq = DqShared<kConfigIndex>;
     static_assert(sizeof(Shared) <= kMaxSharedMemory);
     static_assert(sizeof(SharedDq) <= kMaxSharedMemory);
     if (dkv_wanted) {
-      launcher.launch(backward_dkv_kernel<Element, kConfigIndex>, key_blocks,
-                      kBackwardThreads, sizeof(Shared));
+      launcher.launch(
+          "backward_dkv_kernel", kTile, {key_blocks, kBackwardThreads, sizeof(Shared)},
+          backward_dkv_kernel<Element, kConfigIndex>, arguments, kEarlyStart);
     }
-    if (dq_wanted) {
-      launcher.launch(backward_dq_kernel<Element, kConfigIndex>,
-                      rows / kConfig.dq_block_q, kBackwardThreads, sizeof(SharedDq));
+    if (wants_dq(params)) {
+      launcher.launch(
+          "backward_dq_kernel", {kConfig.dq_block_q, kConfig.dq_block_kv, kStages},
+          {rows / kConfig.dq_block_q, kBackwardThreads, sizeof(SharedDq)},
+          backward_dq_kernel<Element, kConfigIndex>, arguments, kEarlyStart);
     }
   } else {
     using Shared = FusedShared<kConfigIndex>;
     static_assert(sizeof(Shared) <= kMaxSharedMemory);
-    if (dkv_wanted || dq_wanted) {
-      launcher.launch(backward_fused_kernel<Element, kConfigIndex>, key_blocks,
-                      kBackwardThreads, sizeof(Shared));
+    if (dkv_wanted || wants_dq(params)) {
+      launcher.launch("backward_fused_kernel", kTile,
+                      {key_blocks, kBackwardThreads, sizeof(Shared)},
+                      backward_fused_kernel<Element, kConfigIndex>, arguments,
+                      kEarlyStart);
     }
-    if (dq_wanted) {
-      launcher.launch(dq_conversion_kernel<Element, kConfig.head_dim>, rows / kDqRows,
-                      kRowsThreads);
+    if (wants_dq(params)) {
+      launcher.launch("dq_conversion_kernel", {kDqRows}, {rows / kDqRows, kRowsThreads},
+                      dq_conversion_kernel<Element, kConfig.head_dim>, arguments,
+                      kEarlyStart);
     }
   }
-  return launcher.error;
 }
 
 }  // namespace jaxflash::sm90

@@ -9,6 +9,7 @@
 #include "common/device.h"
 #include "jaxflash/attention.h"
 #include "sm90/backward_config.h"
+#include "sm90/extents.h"
 #include "sm90/launch_backward.h"
 #include "sm90/run.h"
 #include "sm90/tensor_map.h"
@@ -17,22 +18,6 @@ namespace jaxflash::sm90 {
 namespace {
 
 constexpr int64_t kElementBytes = 2;
-
-MatrixExtents query_extents(const jaxflash_attention_params& params) {
-  return {params.q_len, params.num_heads, params.head_dim, batch_size(params)};
-}
-
-MatrixExtents key_extents(const jaxflash_attention_params& params) {
-  return {params.kv_len, params.num_kv_heads, params.head_dim, batch_size(params)};
-}
-
-// Rows of out_low are read in chunks of 8 bytes.
-bool chunks_aligned(const jaxflash_tensor& out_low) {
-  constexpr int64_t kChunk = 8;
-  return reinterpret_cast<uintptr_t>(out_low.data) % kChunk == 0 &&
-         out_low.strides[2] == 1 && out_low.strides[0] % kChunk == 0 &&
-         out_low.strides[1] % kChunk == 0 && out_low.batch_strides[0] % kChunk == 0;
-}
 
 // A gradient leaves in 16-byte chunks or, as float32, by elements.
 bool storable(const jaxflash_tensor& gradient, const MatrixExtents& extents) {
@@ -70,12 +55,6 @@ BackwardWorkspace backward_workspace(const jaxflash_attention_params& params) {
   workspace.dq_turn = layout.reserve(params.deterministic != 0 ? tiles * kIntBytes : 0);
   workspace.bytes = layout.bytes();
   return workspace;
-}
-
-// Whether key tiles differ in the rows that see them.
-bool uneven(const jaxflash_attention_params& params) {
-  return params.is_causal != 0 || params.q_seq_lengths.data != nullptr ||
-         params.kv_seq_lengths.data != nullptr;
 }
 
 // Heads whose operands stay in L2 together. One at a time where all blocks have the
@@ -162,12 +141,11 @@ size_t backward_workspace_bytes(const jaxflash_attention_backward_params& params
   return backward_workspace(params.forward).bytes;
 }
 
-cudaError_t plan_backward(const jaxflash_attention_backward_params& params,
-                          void* workspace, int num_sms, BackwardArguments* arguments) {
+void plan_backward(const jaxflash_attention_backward_params& params, void* workspace,
+                   int num_sms, BackwardArguments* arguments) {
   const jaxflash_attention_params& forward = params.forward;
   const BackwardConfig& config = kBackwardConfigs[backward_config(forward)];
   const BackwardWorkspace layout = backward_workspace(forward);
-  const bool dq_wanted = params.dq.data != nullptr || params.dscale.data != nullptr;
   auto* bytes = static_cast<unsigned char*>(workspace);
   BackwardArguments& a = *arguments;
   a.params = params;
@@ -175,7 +153,7 @@ cudaError_t plan_backward(const jaxflash_attention_backward_params& params,
   a.num_rows_padded = static_cast<uint32_t>(padded_rows(forward));
   a.num_query_heads = static_cast<uint32_t>(batch_size(forward) * forward.num_heads);
   a.blocks_in_turn = static_cast<uint32_t>(std::min(num_sms, kMaxBlocksInTurn));
-  a.dq_accumulator = dq_wanted && !config.separate_dq()
+  a.dq_accumulator = wants_dq(params) && !config.separate_dq()
                          ? reinterpret_cast<float*>(bytes + layout.dq_accumulator)
                          : nullptr;
   a.lse = reinterpret_cast<float*>(bytes + layout.lse);
@@ -184,7 +162,13 @@ cudaError_t plan_backward(const jaxflash_attention_backward_params& params,
   a.dq_turn = forward.deterministic != 0
                   ? reinterpret_cast<int*>(bytes + layout.dq_turn)
                   : nullptr;
+}
 
+cudaError_t make_backward_maps(BackwardArguments* arguments) {
+  BackwardArguments& a = *arguments;
+  const jaxflash_attention_backward_params& params = a.params;
+  const jaxflash_attention_params& forward = params.forward;
+  const BackwardConfig& config = kBackwardConfigs[backward_config(forward)];
   constexpr int kStoredRows = 64;  // of a warpgroup
   const MatrixExtents query = query_extents(forward);
   const MatrixExtents key = key_extents(forward);

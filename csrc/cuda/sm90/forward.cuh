@@ -62,8 +62,8 @@ struct Consumer {
   RingPosition<Storage::kStages> ring;
   uint32_t q_parity = 0;
 
-  float o[kHeadDim / 2];     // [64, kHeadDim]
-  uint32_t p[kBlockKV / 4];  // [64, kBlockKV], P as the A operand of P V
+  float o[kConfig.output_columns() / 2];  // [64, kHeadDim], then row sums of P
+  uint32_t p[kBlockKV / 4];               // [64, kBlockKV], P as the A operand of P V
 
   __device__ __forceinline__ Consumer(Storage& storage,
                                       const ForwardArguments& arguments, int group)
@@ -91,7 +91,7 @@ struct Consumer {
         mn_major_descriptor<kBlockKV>(cvta_generic_to_shared(&storage.v[stage]));
 #pragma unroll
     for (int step = 0; step < kBlockKV / 16; ++step) {
-      Wgmma<kHeadDim>::template rs<Element, Major::kMN>(
+      Wgmma<kConfig.output_columns()>::template rs<Element, Major::kMN>(
           o, p + 4 * step, v + mn_major_step(step), /*accumulate=*/true);
     }
     wgmma_commit_group();
@@ -130,7 +130,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void sum_rounded(Softmax& softmax) {
-    if (arguments.params.out_low.data != nullptr) {
+    if (!kConfig.sum_columns && arguments.params.out_low.data != nullptr) {
       softmax.template add_rounded<Element>(p);
     }
   }
@@ -231,7 +231,7 @@ struct Consumer {
     const float scale = softmax_scale(arguments.params, single_batch_axis(item.batch));
     Softmax softmax(scale);
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.f;
+    for (int i = 0; i < kConfig.output_columns() / 2; ++i) o[i] = 0.f;
     wait(storage.q_full, q_parity);
     q_parity ^= 1;
     if (scale < 0.f) negate_query();
@@ -277,6 +277,7 @@ __global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads(), 1
     storage.init_barriers();
     fence_mbarrier_init();
   }
+  storage.init_ones(pack<Element>(1.f, 1.f));
   __syncthreads();  // the barriers are ready
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
@@ -296,22 +297,18 @@ __global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads(), 1
 }
 
 template <class Element, int kConfigIndex>
-cudaError_t launch_forward(const ForwardArguments& arguments, cudaStream_t stream) {
+void launch_forward(const ForwardArguments& arguments, Launcher& launcher) {
   constexpr ForwardConfig kConfig = kForwardConfigs[kConfigIndex];
   constexpr int kSharedBytes = sizeof(ForwardStorage<kConfigIndex>);
   static_assert(kSharedBytes <= kSharedMemory);
   static_assert(kConfig.registers_suffice());
-  const auto kernel = forward_kernel<Element, kConfigIndex>;
-  cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (error == cudaSuccess && arguments.num_taken != nullptr) {
-    error =
-        cudaMemsetAsync(arguments.num_taken, 0, sizeof(*arguments.num_taken), stream);
+  if (arguments.num_taken != nullptr) {
+    launcher.clear(arguments.num_taken, sizeof(*arguments.num_taken));
   }
-  if (error != cudaSuccess) return error;
-  kernel<<<arguments.num_blocks, kConfig.num_threads(), kSharedBytes, stream>>>(
-      arguments);
-  return cudaGetLastError();
+  launcher.launch("forward_kernel",
+                  {kConfig.block_q(), kConfig.block_kv, kConfig.num_stages},
+                  {arguments.num_blocks, kConfig.num_threads(), kSharedBytes},
+                  forward_kernel<Element, kConfigIndex>, arguments);
 }
 
 }  // namespace jaxflash::sm90

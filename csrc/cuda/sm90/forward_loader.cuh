@@ -57,7 +57,7 @@ struct Loader {
            tile * kConfig.block_kv, kv_head, k_batch);
       wait(storage.v_empty[stage], ring.parity ^ 1);
       const bool whole = tile < item.num_full_tiles;
-      load(storage.v[stage], arguments.v_map,
+      load(storage.value(stage), arguments.v_map,
            whole ? storage.v_full[stage] : storage.v_loaded[stage],
            tile * kConfig.block_kv, kv_head, v_batch);
       ring.advance();
@@ -123,7 +123,7 @@ struct Screener {
       for (int tile = item.num_tiles; tile > item.num_full_tiles; --tile) {
         wait(storage.v_loaded[ring.stage], loaded_parity >> ring.stage & 1);
         loaded_parity ^= 1u << ring.stage;
-        const bool dropped = clean(storage.v[ring.stage]);
+        const bool dropped = clean(storage.value(ring.stage));
         if (thread == 0) {
           if (dropped) storage.dropped[work.slot.stage] = 1;
           arrive(storage.v_full[ring.stage]);

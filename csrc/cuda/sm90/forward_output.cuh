@@ -29,7 +29,7 @@ struct ForwardOutput {
   static constexpr int kBlockQ = kConfig.block_q();
   static constexpr int kBlockKV = kConfig.block_kv;
   using Softmax = OnlineSoftmax<kBlockKV, kConfig.lazy_rescale>;
-  using Accumulators = float[kHeadDim / 2];  // [64, kHeadDim]
+  using Accumulators = float[kConfig.output_columns() / 2];
 
   Storage& storage;
   const ForwardArguments& arguments;
@@ -44,7 +44,8 @@ struct ForwardOutput {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(softmax.row_sum[r]);
-      const float rounded_sum = quad_sum(softmax.rounded_sum[r]);
+      const float rounded_sum = kConfig.sum_columns ? o[kHeadDim / 2 + 2 * r]
+                                                    : quad_sum(softmax.rounded_sum[r]);
       const int row = item.first_row + thread.row() + 8 * r;
       const bool empty = sum == 0.f || row >= item.q_rows;
       const float inverse = 1.f / (params.out_low.data != nullptr ? rounded_sum : sum);
@@ -141,7 +142,7 @@ struct ForwardOutput {
     const int kv_head = item.head / arguments.heads_per_kv_head;
     const int first_row =
         item.first_row + thread.group * kGroupRows + thread.warp() * 16;
-    add_visible_nonfinite(
+    restore_visible_nonfinite(
         batch_pointer<Element>(params.out, batch) + item.head * params.out.strides[1] +
             first_row * params.out.strides[0],
         params.out.strides[0],

@@ -6,38 +6,15 @@
 #include <cstdint>
 
 #include "api/validate.h"
+#include "common/device.h"
 #include "jaxflash/attention.h"
+#include "sm90/extents.h"
 #include "sm90/launch.h"
 #include "sm90/tensor_map.h"
 #include "sm90/tile_config.h"
 
 namespace jaxflash::sm90 {
 namespace {
-
-int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
-
-MatrixExtents query_extents(const jaxflash_attention_params& params) {
-  return {params.q_len, params.num_heads, params.head_dim, batch_size(params)};
-}
-
-MatrixExtents key_extents(const jaxflash_attention_params& params) {
-  return {params.kv_len, params.num_kv_heads, params.head_dim, batch_size(params)};
-}
-
-// Rows of out_low are written in chunks of 8 bytes.
-bool chunks_aligned(const jaxflash_tensor& out_low) {
-  constexpr int64_t kChunk = 8;
-  return reinterpret_cast<uintptr_t>(out_low.data) % kChunk == 0 &&
-         out_low.strides[2] == 1 && out_low.strides[0] % kChunk == 0 &&
-         out_low.strides[1] % kChunk == 0 && out_low.batch_strides[0] % kChunk == 0;
-}
-
-// Whether items differ in the keys that they see, so that a fixed share of the items
-// may be too much work for a block.
-bool uneven(const jaxflash_attention_params& params) {
-  return params.is_causal != 0 || params.q_seq_lengths.data != nullptr ||
-         params.kv_seq_lengths.data != nullptr;
-}
 
 // Heads whose K and V stay in L2 together; one at a time where every item sees all keys
 // and passes over them at about the same pace as its neighbours.
@@ -56,7 +33,9 @@ int64_t heads_per_section(const jaxflash_attention_params& params) {
 }  // namespace
 
 int forward_config(const jaxflash_attention_params& params) {
-  return forward_config_index(static_cast<int>(params.head_dim));
+  return forward_config_index(static_cast<int>(params.head_dim),
+                              params.out_low.data != nullptr,
+                              params.is_causal != 0 && params.q_len <= kShortRows);
 }
 
 const char* forward_obstacle(const jaxflash_attention_params& params) {
@@ -83,8 +62,8 @@ size_t forward_workspace_bytes(const jaxflash_attention_params&) {
   return sizeof(*ForwardArguments::num_taken);
 }
 
-cudaError_t plan_forward(const jaxflash_attention_params& params, void* workspace,
-                         int num_sms, ForwardArguments* arguments) {
+void plan_forward(const jaxflash_attention_params& params, void* workspace, int num_sms,
+                  ForwardArguments* arguments) {
   const ForwardConfig& config = kForwardConfigs[forward_config(params)];
   const int64_t q_tiles = divide_up(params.q_len, config.block_q());
   const int64_t heads = batch_size(params) * params.num_heads;
@@ -100,10 +79,16 @@ cudaError_t plan_forward(const jaxflash_attention_params& params, void* workspac
   a.heads_per_section = static_cast<uint32_t>(heads_per_section(params));
   a.num_work_items = static_cast<uint32_t>(items);
   a.num_blocks = static_cast<uint32_t>(std::min<int64_t>(items, num_sms));
+  // Where items differ, a fixed share of them may be too much work for a block.
   a.num_taken = uneven(params) && items > num_sms
                     ? static_cast<unsigned int*>(workspace)
                     : nullptr;
+}
 
+cudaError_t make_forward_maps(ForwardArguments* arguments) {
+  ForwardArguments& a = *arguments;
+  const jaxflash_attention_params& params = a.params;
+  const ForwardConfig& config = kForwardConfigs[forward_config(params)];
   const MatrixExtents query = query_extents(params);
   const MatrixExtents key = key_extents(params);
   cudaError_t error = make_tensor_map(params.q, query, config.block_q(), &a.q_map);

@@ -28,11 +28,14 @@ struct ForwardStorage {
   static constexpr int kWorkSlots = 2;
 
   using QueryTile = uint16_t[kPanels][kConfig.block_q()][kPanelColumns];
-  using KeyTile = uint16_t[kPanels][kConfig.block_kv][kPanelColumns];
+  using Panel = uint16_t[kConfig.block_kv][kPanelColumns];
+  using KeyTile = Panel[kPanels];
+  // Of the last panel eight columns are used, which hold ones.
+  using ValueTile = Panel[kPanels + (kConfig.sum_columns ? 1 : 0)];
 
   alignas(1024) QueryTile q;
   alignas(1024) KeyTile k[kStages];
-  alignas(1024) KeyTile v[kStages];
+  alignas(1024) ValueTile v[kStages];
   // Only where out has a tile of its own.
   alignas(1024) uint16_t out[kConfig.own_out_tile ? sizeof(QueryTile) / 2 : 1];
 
@@ -47,6 +50,26 @@ struct ForwardStorage {
   uint64_t work_empty[kWorkSlots];
   WorkItem work[kWorkSlots];
   int dropped[kWorkSlots];  // V of the item had inf or NaN that the screener took out
+
+  // The part of a stage that V fills.
+  __device__ __forceinline__ KeyTile& value(int stage) {
+    return reinterpret_cast<KeyTile&>(v[stage]);
+  }
+
+  // Fills the columns of ones, by all threads.
+  __device__ __forceinline__ void init_ones(uint32_t ones) {
+    if constexpr (kConfig.sum_columns) {
+      for (int stage = 0; stage < kStages; ++stage) {
+        const uint32_t panel = cvta_generic_to_shared(&v[stage]) + sizeof(KeyTile);
+        for (int row = threadIdx.x; row < kConfig.block_kv;
+             row += kConfig.num_threads()) {
+          st_shared_v4(panel + row * kPanelRowBytes + row % 8 * 16,
+                       make_uint4(ones, ones, ones, ones));
+        }
+      }
+      fence_proxy_async_shared();  // the tensor cores see them
+    }
+  }
 
   __device__ __forceinline__ void init_barriers() {
     const auto init = [](uint64_t& barrier, int arrivals) {

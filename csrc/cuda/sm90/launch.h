@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../common/launcher.h"
 #include "jaxflash/attention.h"
 
 namespace jaxflash::sm90 {
@@ -49,13 +50,16 @@ int forward_config(const jaxflash_attention_params& params);
 // Workspace, 128-byte aligned device memory. Needs no device.
 size_t forward_workspace_bytes(const jaxflash_attention_params& params);
 
-// Fills the arguments for a device with this many SMs. There must be rows and no
-// obstacle.
-cudaError_t plan_forward(const jaxflash_attention_params& params, void* workspace,
-                         int num_sms, ForwardArguments* arguments);
+// Fills the arguments, but the tensor maps, for a device with this many SMs. There must
+// be rows and no obstacle.
+void plan_forward(const jaxflash_attention_params& params, void* workspace, int num_sms,
+                  ForwardArguments* arguments);
+
+// Fills the tensor maps of planned arguments; needs the driver.
+cudaError_t make_forward_maps(ForwardArguments* arguments);
 
 // kConfigIndex: of kForwardConfigs.
 template <class Element, int kConfigIndex>
-cudaError_t launch_forward(const ForwardArguments& arguments, cudaStream_t stream);
+void launch_forward(const ForwardArguments& arguments, Launcher& launcher);
 
 }  // namespace jaxflash::sm90

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "../common/launcher.h"
 #include "backward_config.h"
 #include "jaxflash/attention.h"
 
@@ -55,13 +56,16 @@ struct BackwardArguments {
 // Index into kBackwardConfigs that plan_backward plans for.
 int backward_config(const jaxflash_attention_params& params);
 
-// Fills the arguments for a device with this many SMs. There must be heads and batch
-// elements, and no obstacle.
-cudaError_t plan_backward(const jaxflash_attention_backward_params& params,
-                          void* workspace, int num_sms, BackwardArguments* arguments);
+// Fills the arguments, but the tensor maps, for a device with this many SMs. There must
+// be heads and batch elements, and no obstacle.
+void plan_backward(const jaxflash_attention_backward_params& params, void* workspace,
+                   int num_sms, BackwardArguments* arguments);
+
+// Fills the tensor maps of planned arguments; needs the driver.
+cudaError_t make_backward_maps(BackwardArguments* arguments);
 
 // kConfigIndex: of kBackwardConfigs.
 template <class Element, int kConfigIndex>
-cudaError_t launch_backward(const BackwardArguments& arguments, cudaStream_t stream);
+void launch_backward(const BackwardArguments& arguments, Launcher& launcher);
 
 }  // namespace jaxflash::sm90

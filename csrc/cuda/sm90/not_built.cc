@@ -21,12 +21,16 @@ const char* backward_obstacle(const jaxflash_attention_backward_params&) {
 size_t forward_workspace_bytes(const jaxflash_attention_params&) { return 0; }
 size_t backward_workspace_bytes(const jaxflash_attention_backward_params&) { return 0; }
 
+bool backward_is_reproducible(const jaxflash_attention_backward_params&) {
+  return false;
+}
+
 jaxflash_status run_forward(const jaxflash_attention_params&, void*, const Device&,
-                            cudaStream_t) {
+                            Launcher&) {
   return refuse();
 }
 jaxflash_status run_backward(const jaxflash_attention_backward_params&, void*,
-                             const Device&, cudaStream_t) {
+                             const Device&, Launcher&) {
   return refuse();
 }
 

@@ -19,8 +19,8 @@
 namespace jaxflash::sm90 {
 namespace {
 
-using ForwardLauncher = cudaError_t (*)(const ForwardArguments&, cudaStream_t);
-using BackwardLauncher = cudaError_t (*)(const BackwardArguments&, cudaStream_t);
+using ForwardLauncher = void (*)(const ForwardArguments&, Launcher&);
+using BackwardLauncher = void (*)(const BackwardArguments&, Launcher&);
 
 template <class Element, int... kIndex>
 constexpr auto forward_launchers(std::integer_sequence<int, kIndex...>) {
@@ -50,37 +50,45 @@ BackwardLauncher backward_launcher(int32_t dtype, int config) {
 
 }  // namespace
 
+bool backward_is_reproducible(const jaxflash_attention_backward_params& params) {
+  const bool sums_dq = !kBackwardConfigs[backward_config(params.forward)].separate_dq();
+  return params.forward.deterministic != 0 || !sums_dq || !wants_dq(params);
+}
+
 jaxflash_status run_forward(const jaxflash_attention_params& params, void* workspace,
-                            const Device& device, cudaStream_t stream) {
+                            const Device& device, Launcher& launcher) {
   const int config = forward_config(params);
   const int64_t q_tiles = divide_up(params.q_len, kForwardConfigs[config].block_q());
   JAXFLASH_RETURN_IF_ERROR(
       check_blocks(q_tiles * params.num_heads * batch_size(params)));
   ForwardArguments arguments = {};
-  JAXFLASH_RETURN_IF_ERROR(
-      check_cuda("tensor maps of the forward kernel",
-                 plan_forward(params, workspace, device.num_sms, &arguments)));
-  return check_cuda("launch of the forward kernel",
-                    forward_launcher(params.q.dtype, config)(arguments, stream));
+  plan_forward(params, workspace, device.num_sms, &arguments);
+  if (!launcher.only_explains()) {
+    JAXFLASH_RETURN_IF_ERROR(
+        check_cuda("tensor maps of the forward kernel", make_forward_maps(&arguments)));
+  }
+  forward_launcher(params.q.dtype, config)(arguments, launcher);
+  return check_cuda("launch of the forward kernel", launcher.error());
 }
 
 jaxflash_status run_backward(const jaxflash_attention_backward_params& params,
                              void* workspace, const Device& device,
-                             cudaStream_t stream) {
+                             Launcher& launcher) {
   BackwardArguments arguments = {};
-  JAXFLASH_RETURN_IF_ERROR(
-      check_cuda("tensor maps of the backward kernels",
-                 plan_backward(params, workspace, device.num_sms, &arguments)));
+  plan_backward(params, workspace, device.num_sms, &arguments);
   constexpr int64_t kFewestRowsOfBlock = 64;  // of all the kernels
   JAXFLASH_RETURN_IF_ERROR(
       check_blocks(int64_t{arguments.num_query_heads} * arguments.num_rows_padded /
                    kFewestRowsOfBlock));
   JAXFLASH_RETURN_IF_ERROR(
       check_blocks(int64_t{arguments.order.num_items} * arguments.order.num_heads));
+  if (!launcher.only_explains()) {
+    JAXFLASH_RETURN_IF_ERROR(check_cuda("tensor maps of the backward kernels",
+                                        make_backward_maps(&arguments)));
+  }
   const int config = backward_config(params.forward);
-  return check_cuda(
-      "launch of the backward kernels",
-      backward_launcher(params.forward.q.dtype, config)(arguments, stream));
+  backward_launcher(params.forward.q.dtype, config)(arguments, launcher);
+  return check_cuda("launch of the backward kernels", launcher.error());
 }
 
 }  // namespace jaxflash::sm90

@@ -3,11 +3,10 @@
 // The Hopper kernels from the host: what they serve, and their launch.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstddef>
 
 #include "common/device.h"
+#include "common/launcher.h"
 #include "jaxflash/attention.h"
 
 namespace jaxflash::sm90 {
@@ -20,11 +19,13 @@ const char* backward_obstacle(const jaxflash_attention_backward_params& params);
 size_t forward_workspace_bytes(const jaxflash_attention_params& params);
 size_t backward_workspace_bytes(const jaxflash_attention_backward_params& params);
 
+// Whether each run gives the same gradients.
+bool backward_is_reproducible(const jaxflash_attention_backward_params& params);
+
 // There must be at least one row, in the backward pass one head, and no obstacle.
 jaxflash_status run_forward(const jaxflash_attention_params& params, void* workspace,
-                            const Device& device, cudaStream_t stream);
+                            const Device& device, Launcher& launcher);
 jaxflash_status run_backward(const jaxflash_attention_backward_params& params,
-                             void* workspace, const Device& device,
-                             cudaStream_t stream);
+                             void* workspace, const Device& device, Launcher& launcher);
 
 }  // namespace jaxflash::sm90

@@ -22,8 +22,13 @@ struct ForwardConfig {
   bool lazy_rescale;  // rescale O only where the maximum grew by more than 2^8
   int consumer_registers;
   int loader_registers;
+  // P V has eight more columns, of ones in place of V: the row sums of the rounded P,
+  // which calls with out_low need. To add them up would cost five times as much.
+  bool sum_columns = false;
+  bool short_causal = false;  // for causal calls of at most kShortRows
 
   constexpr int block_q() const { return 64 * num_consumers; }
+  constexpr int output_columns() const { return head_dim + (sum_columns ? 8 : 0); }
   constexpr int num_threads() const { return 128 * (num_consumers + 1); }
   // The warpgroups start with equal shares and then pass registers on.
   constexpr int registers_at_launch() const {
@@ -37,22 +42,36 @@ struct ForwardConfig {
 
 // What pays was measured: see docs/kernels.md.
 constexpr ForwardConfig kForwardConfigs[] = {
-    //  H  WG  BN stages  out   turns   pin   lazy  registers
+    //  H  WG  BN stages  out   turns   pin   lazy  registers  sums  short
     {64, 3, 128, 2, true, true, false, true, 160, 32},
+    {64, 3, 128, 2, true, true, false, true, 160, 32, true},
+    {64, 2, 128, 2, true, true, false, true, 232, 40, false, true},
+    {64, 2, 128, 2, true, true, false, true, 232, 40, true, true},
     {96, 2, 128, 2, true, true, true, true, 232, 40},
     {128, 2, 128, 2, true, true, true, true, 232, 40},
+    {128, 2, 128, 2, true, true, true, true, 232, 40, true},
     {192, 2, 112, 2, false, false, true, true, 232, 40},
     {256, 2, 64, 2, false, false, false, true, 232, 40},
 };
 
-// Index of the configuration of a head dim, or -1.
-constexpr int forward_config_index(int head_dim) {
+// Tiles of 192 rows leave much of the triangle of so few to hidden scores.
+constexpr int kShortRows = 1024;
+
+// Index of the configuration of a head dim, or -1: the most special one that may be.
+constexpr int forward_config_index(int head_dim, bool sum_columns, bool short_causal) {
+  int found = -1;
   int index = 0;
   for (const ForwardConfig& config : kForwardConfigs) {
-    if (head_dim <= config.head_dim) return index;
+    const bool smallest =
+        found < 0 || config.head_dim == kForwardConfigs[found].head_dim;
+    if (head_dim <= config.head_dim && smallest &&
+        (sum_columns || !config.sum_columns) &&
+        (short_causal || !config.short_causal)) {
+      found = index;
+    }
     ++index;
   }
-  return -1;
+  return found;
 }
 
 }  // namespace jaxflash::sm90

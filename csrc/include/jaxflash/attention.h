@@ -162,6 +162,39 @@ typedef struct jaxflash_executor {
                        void (*task)(void* argument, int64_t index), void* argument);
 } jaxflash_executor;
 
+/* A CUDA device, as far as the choice of kernels and grids depends on it. */
+typedef struct jaxflash_cuda_device {
+  int32_t compute_capability; /* 90 for 9.0 */
+  int32_t num_sms;
+  int32_t shared_memory_of_block; /* bytes, at most, opted in */
+  int32_t shared_memory_of_sm;    /* bytes */
+} jaxflash_cuda_device;
+
+/* One kernel of a pass, as it would be launched. Members that mean nothing for a kernel
+ * are 0. */
+typedef struct jaxflash_kernel {
+  const char* name;   /* of its function, as profilers show it; static text */
+  int32_t block_q;    /* rows of Q in a tile */
+  int32_t block_kv;   /* keys in a tile */
+  int32_t num_stages; /* of the tiles that stream through shared memory */
+  int32_t num_threads;
+  int64_t num_blocks;
+  int64_t shared_memory_bytes; /* of a block, dynamic */
+} jaxflash_kernel;
+
+#define JAXFLASH_MAX_KERNELS 4
+
+/* Which kernels serve a call, and why. */
+typedef struct jaxflash_explanation {
+  size_t struct_size;      /* sizeof(jaxflash_explanation) */
+  const char* family;      /* "sm80", "sm90", or "none"; static text */
+  const char* reason;      /* why this family; static text */
+  size_t workspace_bytes;  /* that these kernels use; the query covers all families */
+  int32_t is_reproducible; /* whether each run gives the same bits */
+  int32_t num_kernels;
+  jaxflash_kernel kernels[JAXFLASH_MAX_KERNELS]; /* in the order of their launches */
+} jaxflash_explanation;
+
 /* Text of a status, and the sentence that explains the last failure on the calling
  * thread: argument, what was expected, what came. Both live as long as the library. */
 JAXFLASH_API const char* jaxflash_status_name(jaxflash_status status);
@@ -194,6 +227,17 @@ JAXFLASH_API jaxflash_status jaxflash_attention_backward_workspace_cuda(
 JAXFLASH_API jaxflash_status
 jaxflash_attention_backward_cuda(const jaxflash_attention_backward_params* params,
                                  void* workspace, size_t workspace_bytes, void* stream);
+
+/* What the call would launch on a device; NULL: on the current one. They launch
+ * nothing, and with a device given need none. Of the pointers in `params` only
+ * presence and alignment matter. What makes a call fail before it launches fails here
+ * too. */
+JAXFLASH_API jaxflash_status jaxflash_attention_explain_forward_cuda(
+    const jaxflash_attention_params* params, const jaxflash_cuda_device* device,
+    jaxflash_explanation* explanation);
+JAXFLASH_API jaxflash_status jaxflash_attention_explain_backward_cuda(
+    const jaxflash_attention_backward_params* params,
+    const jaxflash_cuda_device* device, jaxflash_explanation* explanation);
 
 #ifdef __cplusplus
 }
