@@ -38,9 +38,14 @@ class CudaDevice:
 
     def numbers(self) -> tuple[int, int, int, int]:
         """As the C API counts: 90 for "9.0"."""
-        major, _, minor = self.compute_capability.partition(".")
+        major, dot, minor = self.compute_capability.partition(".")
+        if not (dot and major.isdigit() and minor.isdigit()):
+            raise ValueError(
+                "compute_capability must be like '9.0', got "
+                f"{self.compute_capability!r}"
+            )
         return (
-            10 * int(major) + int(minor or 0),
+            10 * int(major) + int(minor),
             self.num_sms,
             self.shared_memory_of_block,
             self.shared_memory_of_sm,
@@ -119,7 +124,12 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What runs in a call, and in its derivative by query, key and value."""
+    """What runs in a call, and in its derivative by query, key and value.
+
+    A forward pass that is differentiated with 16-bit inputs hands on more of its
+    output, for which some head dims have kernels with larger tiles in shared memory:
+    `forward` is the pass without.
+    """
 
     forward: Pass
     backward: Pass
@@ -176,6 +186,7 @@ def explain(
             )
         platform = "cuda"
     platform = platform or _platform(query)
+    platform = {"gpu": "cuda"}.get(platform, platform)
     if platform not in ffi.PLATFORMS:
         platform = None
     forward, backward = _trace(call)

@@ -36,13 +36,22 @@ def main() -> None:
     if not kernels:
         print("check_kernels: this libjaxflash has no CUDA kernels")
         return
+    built = {kernel.architecture for kernel in kernels}
     errors = []
     for family, gates in (("sm80", sm80_gates), ("sm90", sm90_gates)):
         errors += gates.check([k for k in kernels if k.family == family])
+        # Both families are built for Hopper, or none is.
+        if "sm_90" in built and gates.ARCHITECTURE not in built:
+            errors.append(f"no {family} kernel for {gates.ARCHITECTURE}")
+    errors += [
+        f"{kernel}: no instructions were found"
+        for kernel in kernels
+        if kernel.architecture in (sm80_gates.ARCHITECTURE, sm90_gates.ARCHITECTURE)
+        and not kernel.instructions
+    ]
     if errors:
         sys.exit("\n".join(errors))
-    architectures = {kernel.architecture for kernel in kernels}
-    print(f"check_kernels: {', '.join(sorted(architectures))} as measured")
+    print(f"check_kernels: {', '.join(sorted(built))} as measured")
 
 
 if __name__ == "__main__":

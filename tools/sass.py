@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Iterable
 
 CUDA = pathlib.Path(__file__).parent.parent / "csrc/cuda"
 KERNEL = re.compile(
@@ -132,8 +133,11 @@ def constant(header: str, name: str) -> int:
     return int(match.group(1))
 
 
-def missing(kernels: list[Kernel], family: str, name: str, count: int) -> list[str]:
+def missing(
+    kernels: list[Kernel], family: str, name: str, indices: Iterable[int]
+) -> list[str]:
     """Configurations of a kernel that an architecture of the library lacks."""
+    wanted = list(indices)
     architectures = {k.architecture for k in kernels if k.family == family}
     found = {(k.architecture, k.element, k.index) for k in kernels if k.name == name}
     return [
@@ -141,6 +145,6 @@ def missing(kernels: list[Kernel], family: str, name: str, count: int) -> list[s
         "not in the library"
         for architecture in sorted(architectures)
         for element in ("bfloat16", "half")
-        for index in range(count)
+        for index in wanted
         if (architecture, element, index) not in found
     ]

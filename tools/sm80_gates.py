@@ -47,7 +47,7 @@ def check(kernels: list[sass.Kernel]) -> list[str]:
     products = {"forward": forward_products, "backward": backward_products}
     errors = []
     for name, rows in configs.items():
-        errors += sass.missing(kernels, "sm80", name, len(rows))
+        errors += sass.missing(kernels, "sm80", name, range(len(rows)))
     for kernel in kernels:
         allowed = MAX_STACK.get(kernel.name, 0)
         if kernel.name == "backward" and kernel.architecture == "sm_80":

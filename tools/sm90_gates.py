@@ -144,8 +144,17 @@ def check(kernels: list[sass.Kernel]) -> list[str]:
     )
     consumers = sass.constant("sm90/backward_config.h", "kConsumerRegisters")
     producer = sass.constant("sm90/backward_config.h", "kProducerRegisters")
-    errors = sass.missing(kernels, "sm90", "forward", len(forward))
-    errors += sass.missing(kernels, "sm90", "backward_rows", len(backward))
+    wide = [i for i, config in enumerate(backward) if config.dq_block_q]
+    fused = [i for i, config in enumerate(backward) if not config.dq_block_q]
+    errors = []
+    for name, indices in {
+        "forward": range(len(forward)),
+        "backward_rows": range(len(backward)),
+        "backward_fused": fused,
+        "backward_dkv": wide,
+        "backward_dq": wide,
+    }.items():
+        errors += sass.missing(kernels, "sm90", name, indices)
     for kernel in kernels:
         found = []
         if kernel.stack > 0:

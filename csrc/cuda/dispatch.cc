@@ -4,8 +4,9 @@
 //
 // The portable kernels (sm80/) serve every call on every device. On compute capability
 // 9.0 the Hopper kernels (sm90/) serve all calls but those whose layout the copy engine
-// cannot read. The environment variable JAXFLASH_CUDA_KERNELS forces a family: "sm80"
-// leaves the Hopper kernels alone, "sm90" refuses devices that are not Hopper.
+// cannot read. The environment variable JAXFLASH_CUDA_KERNELS can be "sm80", which
+// leaves the Hopper kernels alone, or "sm90", which refuses devices that are not
+// Hopper.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -156,15 +157,14 @@ jaxflash_status choose(const char* obstacle, const Device* given, Choice* choice
   return JAXFLASH_OK;
 }
 
-// What a call needs on whatever device it will run, which a query does not know.
+// What a call needs on whatever device and under whatever setting it will run, which a
+// query does not know.
 jaxflash_status workspace_for_any_device(size_t portable, size_t hopper,
                                          size_t* bytes) {
   if (bytes == nullptr) {
     return fail(JAXFLASH_INVALID_ARGUMENT, "bytes must not be NULL");
   }
-  Setting setting = Setting::kAutomatic;
-  JAXFLASH_RETURN_IF_ERROR(read_setting(&setting));
-  *bytes = setting == Setting::kPortable ? portable : std::max(portable, hopper);
+  *bytes = std::max(portable, hopper);
   return JAXFLASH_OK;
 }
 

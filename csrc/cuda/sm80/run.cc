@@ -137,6 +137,9 @@ jaxflash_status run_backward(const jaxflash_attention_backward_params& params,
   const int64_t kv_tiles = divide_up(forward.kv_len, kBackwardConfigs[config].block_kv);
   const int64_t blocks = kv_tiles * forward.num_kv_heads * batch_size(forward);
   JAXFLASH_RETURN_IF_ERROR(check_blocks(blocks));
+  constexpr int64_t kFewestRowsOfBlock = 8;  // of the passes over rows of Q
+  JAXFLASH_RETURN_IF_ERROR(check_blocks(padded_rows(forward) / kFewestRowsOfBlock *
+                                        forward.num_heads * batch_size(forward)));
 
   BackwardArguments arguments = {};
   arguments.params = params;

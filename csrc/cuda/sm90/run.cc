@@ -74,14 +74,17 @@ jaxflash_status run_forward(const jaxflash_attention_params& params, void* works
 jaxflash_status run_backward(const jaxflash_attention_backward_params& params,
                              void* workspace, const Device& device,
                              Launcher& launcher) {
+  const jaxflash_attention_params& forward = params.forward;
+  constexpr int64_t kFewestRowsOfBlock = 64;  // of all the kernels
+  const int64_t row_blocks =
+      divide_up(forward.q_len, kRowPadding) * (kRowPadding / kFewestRowsOfBlock);
+  JAXFLASH_RETURN_IF_ERROR(
+      check_blocks(row_blocks * forward.num_heads * batch_size(forward)));
+  constexpr int64_t kFewestKeysOfBlock = 64;
+  JAXFLASH_RETURN_IF_ERROR(check_blocks(divide_up(forward.kv_len, kFewestKeysOfBlock) *
+                                        forward.num_kv_heads * batch_size(forward)));
   BackwardArguments arguments = {};
   plan_backward(params, workspace, device.num_sms, &arguments);
-  constexpr int64_t kFewestRowsOfBlock = 64;  // of all the kernels
-  JAXFLASH_RETURN_IF_ERROR(
-      check_blocks(int64_t{arguments.num_query_heads} * arguments.num_rows_padded /
-                   kFewestRowsOfBlock));
-  JAXFLASH_RETURN_IF_ERROR(
-      check_blocks(int64_t{arguments.order.num_items} * arguments.order.num_heads));
   if (!launcher.only_explains()) {
     JAXFLASH_RETURN_IF_ERROR(check_cuda("tensor maps of the backward kernels",
                                         make_backward_maps(&arguments)));

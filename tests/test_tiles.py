@@ -1,0 +1,78 @@
+"""Every tile configuration of the kernels, over more than one tile of each kind."""
+
+import numpy as np
+import pytest
+from calls import cotangents, make_call, run, run_gradients
+from compare import assert_close, assert_forward, assert_gradients
+
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+CASES = {
+    "ragged": {"T": 200, "S": 333},
+    "causal": {"T": 300, "S": 270, "is_causal": True},
+    "offset": {"T": 140, "S": 400, "is_causal": True, "query_offset": 260},
+    "rows_before_keys": {"T": 300, "S": 200, "is_causal": True, "query_offset": -150},
+}
+LENGTHS = {
+    "query_seq_lengths": np.array([130, 260], np.int32),
+    "key_value_seq_lengths": np.array([300, 77], np.int32),
+}
+
+
+def check(call, implementation):
+    out, lse = run(call, implementation)
+    assert_forward(call, out, lse)
+    cts = cotangents(call)
+    assert_gradients(call, run_gradients(call, implementation, *cts), *cts)
+
+
+@pytest.mark.implementations("cpu", "cuda")
+@pytest.mark.parametrize("H", HEAD_DIMS)
+@pytest.mark.parametrize("case", CASES)
+def test_grouped_heads(implementation, working_dtype, H, case):
+    call = make_call(batch=(1,), N=6, K=2, H=H, dtype=working_dtype, **CASES[case])
+    check(call, implementation)
+
+
+@pytest.mark.implementations("cpu", "cuda")
+@pytest.mark.parametrize("H", HEAD_DIMS)
+def test_lengths(implementation, working_dtype, H):
+    call = make_call(260, 300, N=2, H=H, dtype=working_dtype, is_causal=True)
+    check(call | LENGTHS | {"query_offset": 40}, implementation)
+
+
+# A causal block of the Hopper backward kernel takes two tiles of keys where the pairs
+# fill the GPU: 128 of them here.
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("T", [256, 300])
+def test_pairs_of_key_tiles(H, T):
+    batch = 32 if T == 256 else 16
+    call = make_call(T, batch=(batch,), N=8, K=4, H=H, dtype="float16", is_causal=True)
+    check(call, "cuda")
+
+
+@pytest.mark.gpu
+def test_pairs_of_key_tiles_that_lengths_leave_empty():
+    call = make_call(256, batch=(32,), N=8, K=4, H=64, dtype="float16", is_causal=True)
+    lengths = np.arange(32, dtype=np.int32) * 8
+    check(call | {"key_value_seq_lengths": lengths}, "cuda")
+
+
+# Deterministic turns: many blocks for one tile of dQ, and more of them than take turns
+# in one group.
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("H", [64, 96, 128])
+@pytest.mark.parametrize(("T", "S"), [(2048, 2048), (512, 20_000)])
+def test_turns(H, T, S, is_causal):
+    call = make_call(T, S, batch=(1,), N=2, H=H, dtype="float16")
+    call |= {"is_causal": is_causal, "query_offset": S - T}
+    cts = cotangents(call)
+    want = run_gradients(call, "cuda", *cts)
+    got = run_gradients(call | {"deterministic": True}, "cuda", *cts)
+    for name, grad in got.items():
+        size = float(np.abs(np.asarray(want[name]).astype(np.float32)).max())
+        assert_close(grad, want[name], 2e-3 * size, f"d{name}")
+    again = run_gradients(call | {"deterministic": True}, "cuda", *cts)
+    for name, grad in got.items():
+        np.testing.assert_array_equal(np.asarray(again[name]), np.asarray(grad))
