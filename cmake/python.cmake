@@ -41,7 +41,7 @@ endfunction()
 
 jaxflash_add_module(_cpu csrc/ffi/cpu.cc csrc/python/cpu_module.cc)
 if(jaxflash_CUDA_ARCHITECTURES)
-  jaxflash_add_module(_cuda 
+  jaxflash_add_module(_cuda
     csrc/ffi/cuda.cc csrc/python/cuda_module.cc csrc/python/explain.cc)
   list(JOIN jaxflash_CUDA_ARCHITECTURES "," architectures)
   target_compile_definitions(_cuda PRIVATE

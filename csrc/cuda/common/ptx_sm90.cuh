@@ -175,19 +175,6 @@ __device__ __forceinline__ bool bar_red_or(int barrier, int threads, bool value)
   return any != 0;
 }
 
-// "elect.sync": true in one lane of the converged warp.
-__device__ __forceinline__ bool elect_sync() {
-  uint32_t elected;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "elect.sync _|p, 0xffffffff;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}\n"
-      : "=r"(elected)::"memory");
-  return elected != 0;
-}
-
 // "stmatrix": lane l passes the address of row l % 8 of 8x8 matrix l / 8; d[i] holds
 // elements (l / 4, 2 (l % 4) + {0, 1}) of matrix i.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t d0, uint32_t d1,
@@ -207,15 +194,6 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t d0,
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
           address),
       "r"(d0), "r"(d1), "r"(d2), "r"(d3)
-      : "memory");
-}
-
-// "red.global.add.v4.f32": adds four values to 16-byte aligned memory.
-__device__ __forceinline__ void red_global_add_v4_f32(float* address, float x0,
-                                                      float x1, float x2, float x3) {
-  asm volatile(
-      "red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(address),
-      "f"(x0), "f"(x1), "f"(x2), "f"(x3)
       : "memory");
 }
 

@@ -51,8 +51,8 @@ void launch_backward(const BackwardArguments& arguments, Launcher& launcher) {
   if constexpr (kConfig.separate_dq()) {
     using Shared = DkvShared<kConfigIndex>;
     using SharedDq = DqShared<kConfigIndex>;
-    static_assert(sizeof(Shared) <= kMaxSharedMemory);
-    static_assert(sizeof(SharedDq) <= kMaxSharedMemory);
+    static_assert(sizeof(Shared) <= kSharedMemory);
+    static_assert(sizeof(SharedDq) <= kSharedMemory);
     if (dkv_wanted) {
       launcher.launch(
           "backward_dkv_kernel", kTile, {key_blocks, kBackwardThreads, sizeof(Shared)},
@@ -66,7 +66,7 @@ void launch_backward(const BackwardArguments& arguments, Launcher& launcher) {
     }
   } else {
     using Shared = FusedShared<kConfigIndex>;
-    static_assert(sizeof(Shared) <= kMaxSharedMemory);
+    static_assert(sizeof(Shared) <= kSharedMemory);
     if (dkv_wanted || wants_dq(params)) {
       launcher.launch("backward_fused_kernel", kTile,
                       {key_blocks, kBackwardThreads, sizeof(Shared)},

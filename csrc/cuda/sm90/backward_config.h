@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "block.h"
+
 namespace jaxflash::sm90 {
 
 // Up to H = 128 one kernel makes dK, dV and dQ (backward_fused.cuh). Beyond, its
@@ -40,14 +42,11 @@ constexpr int backward_config_index(int head_dim) {
 // Rows of the buffers in the workspace are padded to whole tiles of every kernel.
 constexpr int kRowPadding = 128;
 
-constexpr int kWarpgroup = 128;  // threads
 // One warpgroup that moves data, two that compute.
 constexpr int kBackwardThreads = 3 * kWarpgroup;
 // Registers of their threads: as many as 384 threads were launched with.
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
-
-constexpr int kMaxSharedMemory = 232448;  // of a block on sm_90
 
 // Blocks that wait for each other (backward_turns.cuh) must run together.
 constexpr int kMaxBlocksInTurn = 128;

@@ -13,7 +13,6 @@
 
 namespace jaxflash::sm90 {
 
-constexpr int kWarpgroup = 128;     // threads
 constexpr int kGroupRows = 64;      // of Q, that a consumer owns
 constexpr int kScreenThreads = 96;  // the loader's warpgroup but its first warp
 

@@ -5,11 +5,9 @@
 // past H with zeros and never reads or writes them in global memory.
 #pragma once
 
-namespace jaxflash::sm90 {
+#include "block.h"
 
-// What a block may use of an SM.
-constexpr int kSharedMemory = 232448;
-constexpr int kRegisters = 65536;
+namespace jaxflash::sm90 {
 
 struct ForwardConfig {
   int head_dim;
