@@ -179,6 +179,8 @@ def explain(
     """
     call = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
     call |= keywords
+    if platform == "gpu":  # as JAX calls it, too
+        platform = "cuda"
     if device is not None:
         if platform not in (None, "cuda"):
             raise ValueError(
@@ -186,7 +188,6 @@ def explain(
             )
         platform = "cuda"
     platform = platform or _platform(query)
-    platform = {"gpu": "cuda"}.get(platform, platform)
     if platform not in ffi.PLATFORMS:
         platform = None
     forward, backward = _trace(call)

@@ -114,6 +114,19 @@ def test_the_cpu_answer_is_what_is_lowered(case):
     assert got.forward.implementation == got.backward.implementation == want
 
 
+@needs_cuda
+def test_gpu_is_another_name_of_cuda():
+    x = jax.ShapeDtypeStruct((64, 4, 64), jnp.bfloat16)
+    want = explain(x, x, x, platform="cuda", device=CudaDevice())
+    assert explain(x, x, x, platform="gpu", device=CudaDevice()) == want
+
+
+@pytest.mark.parametrize("text", ["90", "9.", "sm_90", "9.0a"])
+def test_a_compute_capability_has_a_dot(text):
+    with pytest.raises(ValueError, match="compute_capability must be like"):
+        CudaDevice(text).numbers()
+
+
 def test_the_reference_has_its_reasons():
     x = jax.ShapeDtypeStruct((5, 2, 8), jnp.float32)
     got = explain(x, x, x, implementation="reference")
