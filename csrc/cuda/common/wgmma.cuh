@@ -63,6 +63,22 @@ __device__ __forceinline__ uint64_t mn_major_descriptor(uint32_t address) {
 }
 constexpr uint64_t mn_major_step(int k) { return k * (16 * kPanelRowBytes) >> 4; }
 
+// The descriptor of a place `step` further on. All of shared memory fits into the low
+// word; where the compiler cannot rule out a carry, this saves it.
+__device__ __forceinline__ uint64_t advance_descriptor(uint64_t descriptor,
+                                                       uint32_t step) {
+  uint64_t result;
+  asm("{\n"
+      ".reg .b32 low, high;\n"
+      "mov.b64 {low, high}, %1;\n"
+      "add.u32 low, low, %2;\n"
+      "mov.b64 %0, {low, high};\n"
+      "}\n"
+      : "=l"(result)
+      : "l"(descriptor), "r"(step));
+  return result;
+}
+
 // "wgmma.fence": orders earlier register accesses before the products that follow.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
@@ -198,6 +214,7 @@ struct Wgmma;
 JAXFLASH_DEFINE_WGMMA(48, 24, 25, 26, 27, 28, 29, 30)
 JAXFLASH_DEFINE_WGMMA(64, 32, 33, 34, 35, 36, 37, 38)
 JAXFLASH_DEFINE_WGMMA(72, 36, 37, 38, 39, 40, 41, 42)
+JAXFLASH_DEFINE_WGMMA(80, 40, 41, 42, 43, 44, 45, 46)
 JAXFLASH_DEFINE_WGMMA(96, 48, 49, 50, 51, 52, 53, 54)
 JAXFLASH_DEFINE_WGMMA(112, 56, 57, 58, 59, 60, 61, 62)
 JAXFLASH_DEFINE_WGMMA(128, 64, 65, 66, 67, 68, 69, 70)

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The warpgroup of the forward kernel that does not compute: the loader, which hands
-// out work items and starts all copies from global memory, and the screener.
+// out work items and starts all copies from global memory, and the screener, which
+// looks after hidden inf and NaN in V and after rows that see nothing.
 #pragma once
 
 #include <cuda.h>
@@ -9,6 +10,7 @@
 #include <cstdint>
 
 #include "../common/hidden_values.cuh"
+#include "../common/problem.cuh"
 #include "../common/ptx_sm90.cuh"
 #include "forward_storage.cuh"
 #include "launch.h"
@@ -25,8 +27,14 @@ struct Loader {
 
   Storage& storage;
   const ForwardArguments& arguments;
-  RingPosition<Storage::kStages> ring;
-  uint32_t q_parity = 0;
+  RingPosition<Storage::kStages> key;
+  RingPosition<Storage::kStages> value;
+  RingPosition<Storage::kQuerySlots> query;
+  RingPosition<Storage::kWorkSlots> slot;
+  // The tile of V to be loaded next, if any, and the slot of its item. V comes one tile
+  // behind K.
+  int value_tile = -1;
+  int value_slot;
 
   // Starts the copy of a tile, panel by panel.
   template <class Tile>
@@ -41,46 +49,91 @@ struct Loader {
     }
   }
 
-  __device__ __forceinline__ void load_item(const WorkItem& item) {
-    wait(storage.q_empty, q_parity ^ 1);
-    q_parity ^= 1;
-    load(storage.q, arguments.q_map, storage.q_full, item.first_row, item.head,
-         item.batch * arguments.q_batch_step);
-    const int kv_head = item.head / arguments.heads_per_kv_head;
-    const int k_batch = item.batch * arguments.k_batch_step;
-    const int v_batch = item.batch * arguments.v_batch_step;
+  // Q of the consumers [begin, end).
+  __device__ __forceinline__ void load_queries(const WorkItem& item, int begin,
+                                               int end) {
 #pragma unroll 1
-    for (int tile = item.num_tiles - 1; tile >= 0; --tile) {
-      const int stage = ring.stage;
-      wait(storage.k_empty[stage], ring.parity ^ 1);
-      load(storage.k[stage], arguments.k_map, storage.k_full[stage],
-           tile * kConfig.block_kv, kv_head, k_batch);
-      wait(storage.v_empty[stage], ring.parity ^ 1);
-      const bool whole = tile < item.num_full_tiles;
-      load(storage.value(stage), arguments.v_map,
-           whole ? storage.v_full[stage] : storage.v_loaded[stage],
-           tile * kConfig.block_kv, kv_head, v_batch);
-      ring.advance();
+    for (int group = begin; group < end; ++group) {
+      wait(storage.q_empty[query.stage], query.parity ^ 1);
+      load(storage.q[query.stage], arguments.q_map, storage.q_full[query.stage],
+           item.first_row + group * kGroupRows, item.head,
+           item.batch * arguments.q_batch_step);
+      query.advance();
     }
   }
 
-  __device__ __forceinline__ void run() {
-    RingPosition<Storage::kWorkSlots> slot;
-    uint32_t index = blockIdx.x;
-#pragma unroll 1
-    while (true) {
-      const WorkItem item =
-          describe_work<kConfig.block_q(), kConfig.block_kv>(arguments, index);
-      wait(storage.work_empty[slot.stage], slot.parity ^ 1);
-      storage.work[slot.stage] = item;
-      storage.dropped[slot.stage] = 0;
-      arrive(storage.work_full[slot.stage]);
-      slot.advance();
-      if (item.num_tiles == WorkItem::kNone) break;
-      // Asked for before the copies, so that the answer is there when they are started.
-      index = next_work(arguments, index);
-      if (item.num_tiles > 0) load_item(item);
+  __device__ __forceinline__ void load_key(const WorkItem& item, int tile) {
+    const int head = item.kv_head;
+    const int batch = item.batch * arguments.k_batch_step;
+    wait(storage.k_empty[key.stage], key.parity ^ 1);
+    load(storage.k[key.stage], arguments.k_map, storage.k_full[key.stage],
+         tile * kConfig.block_kv, head, batch);
+    key.advance();
+  }
+
+  __device__ __forceinline__ void load_value() {
+    if (value_tile < 0) return;
+    const WorkItem& item = storage.work[value_slot];
+    const bool whole = value_tile < item.num_full_tiles;
+    const int head = item.kv_head;
+    const int batch = item.batch * arguments.v_batch_step;
+    wait(storage.v_empty[value.stage], value.parity ^ 1);
+    load(storage.value(value.stage), arguments.v_map,
+         whole ? storage.v_full[value.stage] : storage.v_loaded[value.stage],
+         value_tile * kConfig.block_kv, head, batch);
+    value.advance();
+    value_tile = -1;
+  }
+
+  // Tells the other warps of an item; returns its slot. It stays in shared memory:
+  // registers are few here.
+  __device__ __forceinline__ int announce(uint32_t index) {
+    const int place = slot.stage;
+    wait(storage.work_empty[place], slot.parity ^ 1);
+    storage.work[place] =
+        describe_work<kConfig.block_q(), kConfig.block_kv>(arguments, index);
+    storage.dropped[place] = 0;
+    arrive(storage.work_full[place]);
+    slot.advance();
+    return place;
+  }
+
+  // Loads in the order in which the consumers come to need things, and announces the
+  // item `index` once the first copies of this one are on their way.
+  __device__ __forceinline__ int load_item(int place, uint32_t index) {
+    constexpr int kAhead = Storage::kQuerySlots - kConfig.num_consumers;
+    const WorkItem& item = storage.work[place];
+    int tile = item.num_tiles - 1;
+    if (tile < 0) {
+      load_value();  // before waiting for consumers that wait for it
+      return announce(index);
     }
+    load_queries(item, 0, kAhead);
+    int next = -1;
+#pragma unroll 1
+    for (; tile >= 0; --tile) {
+      if (next >= 0) load_value();
+      load_key(item, tile);
+      if (next < 0) load_value();
+      value_tile = tile;
+      value_slot = place;
+      if (next >= 0) continue;
+      load_queries(item, kAhead, kConfig.num_consumers);
+      next = announce(index);
+    }
+    return next;
+  }
+
+  __device__ __forceinline__ void run() {
+    uint32_t index = blockIdx.x;
+    int place = announce(index);
+#pragma unroll 1
+    while (storage.work[place].num_tiles != WorkItem::kNone) {
+      // Asked for before the copies, so that the answer is there when it is announced.
+      index = next_work(arguments, index);
+      place = load_item(place, index);
+    }
+    load_value();
   }
 };
 
@@ -90,6 +143,7 @@ struct Screener {
   using Storage = ForwardStorage<kConfigIndex>;
 
   Storage& storage;
+  const ForwardArguments& arguments;
   int thread;
 
   // Zeroes what is not finite in a tile of V. Returns whether there was any.
@@ -112,6 +166,33 @@ struct Screener {
     return true;
   }
 
+  // The rows of an item of which none sees a key: out and out_low 0, lse -inf.
+  __device__ __forceinline__ void store_empty(const WorkItem& item) {
+    const jaxflash_attention_params& params = arguments.params;
+    const BatchIndex batch = single_batch_axis(item.batch);
+    Element* out =
+        batch_pointer<Element>(params.out, batch) + item.head * params.out.strides[1];
+    int8_t* out_low = batch_pointer<int8_t>(params.out_low, batch) +
+                      item.head * params.out_low.strides[1];
+    float* lse =
+        batch_pointer<float>(params.lse, batch) + item.head * params.lse.strides[0];
+    constexpr int kChunks = Storage::kConfig.head_dim / 8;
+    constexpr int kRows = Storage::kConfig.block_q();
+#pragma unroll 1
+    for (int index = thread; index < kRows * kChunks; index += kScreenThreads) {
+      const int row = item.first_row + index / kChunks;
+      const int column = index % kChunks * 8;
+      if (row >= params.q_len || column >= params.head_dim) continue;
+      *reinterpret_cast<uint4*>(out + row * params.out.strides[0] + column) =
+          make_uint4(0, 0, 0, 0);
+      if (params.out_low.data != nullptr) {
+        *reinterpret_cast<uint2*>(out_low + row * params.out_low.strides[0] + column) =
+            make_uint2(0, 0);
+      }
+      if (column == 0) lse[row * params.lse.strides[1]] = -INFINITY;
+    }
+  }
+
   __device__ __forceinline__ void run() {
     WorkReader<Storage> work = {storage};
     RingPosition<Storage::kStages> ring;
@@ -132,6 +213,7 @@ struct Screener {
       }
       ring.advance(min(item.num_tiles, item.num_full_tiles));
       work.release();
+      if (item.num_tiles == 0) store_empty(item);
     }
   }
 };

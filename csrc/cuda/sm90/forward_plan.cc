@@ -34,8 +34,7 @@ int64_t heads_per_section(const jaxflash_attention_params& params) {
 
 int forward_config(const jaxflash_attention_params& params) {
   return forward_config_index(static_cast<int>(params.head_dim),
-                              params.out_low.data != nullptr,
-                              params.is_causal != 0 && params.q_len <= kShortRows);
+                              params.out_low.data != nullptr, params.q_len <= kFewRows);
 }
 
 const char* forward_obstacle(const jaxflash_attention_params& params) {
@@ -91,12 +90,12 @@ cudaError_t make_forward_maps(ForwardArguments* arguments) {
   const ForwardConfig& config = kForwardConfigs[forward_config(params)];
   const MatrixExtents query = query_extents(params);
   const MatrixExtents key = key_extents(params);
-  cudaError_t error = make_tensor_map(params.q, query, config.block_q(), &a.q_map);
+  cudaError_t error = make_tensor_map(params.q, query, kGroupRows, &a.q_map);
   const auto make = [&](const jaxflash_tensor& tensor, const MatrixExtents& extents,
                         int rows, CUtensorMap* map) {
     if (error == cudaSuccess) error = make_tensor_map(tensor, extents, rows, map);
   };
-  make(params.out, query, 64, &a.out_map);
+  make(params.out, query, kWarpRows, &a.out_map);
   // Without keys nothing is loaded, but the maps must be legal.
   a.k_map = a.v_map = a.q_map;
   if (params.kv_len > 0) {

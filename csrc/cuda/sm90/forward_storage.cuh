@@ -13,38 +13,36 @@
 
 namespace jaxflash::sm90 {
 
-constexpr int kGroupRows = 64;      // of Q, that a consumer owns
 constexpr int kScreenThreads = 96;  // the loader's warpgroup but its first warp
 
 // Named barriers; those of a consumer are numbered from here.
-enum : int { kTurnBarrier = 1, kGroupBarrier = 4, kScreenBarrier = 7 };
+enum : int { kTurnBarrier = 1, kGroupBarrier = 5, kScreenBarrier = 9 };
 
 template <int kConfigIndex>
 struct ForwardStorage {
   static constexpr ForwardConfig kConfig = kForwardConfigs[kConfigIndex];
   static constexpr int kPanels = panels_of(kConfig.head_dim);
   static constexpr int kStages = kConfig.num_stages;
-  static constexpr int kWorkSlots = 2;
+  static constexpr int kQuerySlots = kConfig.num_query_slots;
+  static constexpr int kWorkSlots = 4;
 
-  using QueryTile = uint16_t[kPanels][kConfig.block_q()][kPanelColumns];
+  using QuerySlot = uint16_t[kPanels][kGroupRows][kPanelColumns];
   using Panel = uint16_t[kConfig.block_kv][kPanelColumns];
   using KeyTile = Panel[kPanels];
   // Of the last panel eight columns are used, which hold ones.
   using ValueTile = Panel[kPanels + (kConfig.sum_columns ? 1 : 0)];
 
-  alignas(1024) QueryTile q;
+  alignas(1024) QuerySlot q[kQuerySlots];
   alignas(1024) KeyTile k[kStages];
   alignas(1024) ValueTile v[kStages];
-  // Only where out has a tile of its own.
-  alignas(1024) uint16_t out[kConfig.own_out_tile ? sizeof(QueryTile) / 2 : 1];
 
-  uint64_t q_full;             // Q has landed
-  uint64_t q_empty;            // all consumers are done with it
-  uint64_t k_full[kStages];    // K has landed
-  uint64_t k_empty[kStages];   // all consumers are done with it
-  uint64_t v_loaded[kStages];  // V that needs screening has landed
-  uint64_t v_full[kStages];    // V has landed or was screened
-  uint64_t v_empty[kStages];   // all consumers are done with it
+  uint64_t q_full[kQuerySlots];   // Q has landed
+  uint64_t q_empty[kQuerySlots];  // its consumer is done with it
+  uint64_t k_full[kStages];       // K has landed
+  uint64_t k_empty[kStages];      // all consumers are done with it
+  uint64_t v_loaded[kStages];     // V that needs screening has landed
+  uint64_t v_full[kStages];       // V has landed or was screened
+  uint64_t v_empty[kStages];      // all consumers are done with it
   uint64_t work_full[kWorkSlots];
   uint64_t work_empty[kWorkSlots];
   WorkItem work[kWorkSlots];
@@ -75,8 +73,10 @@ struct ForwardStorage {
       mbarrier_init(cvta_generic_to_shared(&barrier), arrivals);
     };
     constexpr int kConsumers = kConfig.num_consumers;
-    init(q_full, 1);
-    init(q_empty, kConsumers);
+    for (int slot = 0; slot < kQuerySlots; ++slot) {
+      init(q_full[slot], 1);
+      init(q_empty[slot], kConfig.out_through_query() ? kWarpgroup / 32 : 1);
+    }
     for (int stage = 0; stage < kStages; ++stage) {
       init(k_full[stage], 1);
       init(k_empty[stage], kConsumers);
@@ -111,8 +111,22 @@ struct WorkReader {
     return item.num_tiles != WorkItem::kNone;
   }
 
+  // The next item of which some row sees a key.
+  __device__ __forceinline__ bool read_visible(WorkItem& item) {
+    while (read(item)) {
+      if (item.num_tiles > 0) return true;
+      release();
+    }
+    return false;
+  }
+
   __device__ __forceinline__ bool dropped() const {
     return storage.dropped[slot.stage] != 0;
+  }
+
+  // For the item that was read and not released.
+  __device__ __forceinline__ void wait_again() const {
+    wait(storage.work_full[slot.stage], slot.parity);
   }
 
   // This warp needs the slot no more.
@@ -132,7 +146,7 @@ struct ConsumerThread {
   __device__ __forceinline__ bool leads() const { return index == 0; }
   __device__ __forceinline__ int warp() const { return index / 32; }
   __device__ __forceinline__ int row() const {
-    return group * kGroupRows + warp() * 16 + index % 32 / 4;
+    return group * kGroupRows + warp() * kWarpRows + index % 32 / 4;
   }
   __device__ __forceinline__ void group_sync() const {
     bar_sync(kGroupBarrier + group, kWarpgroup);

@@ -20,7 +20,7 @@ struct ForwardArguments {
   CUtensorMap q_map;
   CUtensorMap k_map;
   CUtensorMap v_map;
-  CUtensorMap out_map;  // of the 64 rows of a warpgroup
+  CUtensorMap out_map;  // of the rows of a warp
   jaxflash_attention_params params;
   // 0 where the batch elements share a matrix, else 1.
   int q_batch_step;

@@ -37,7 +37,7 @@ __device__ __forceinline__ void hide_columns(float (&s)[kBlockKV / 2], int r,
   }
 }
 
-template <int kBlockKV, bool kLazyRescale>
+template <int kBlockKV>
 struct OnlineSoftmax {
   float scale_log2;      // |scale| log2(e)
   float row_max[2];      // of unscaled S
@@ -47,7 +47,9 @@ struct OnlineSoftmax {
 
   __device__ __forceinline__ explicit OnlineSoftmax(float scale) {
     // Never zero, so that a hidden -inf stays -inf; a scale this small is a uniform P.
-    scale_log2 = fmaxf(fabsf(scale) * kLog2E, 1e-37f);
+    constexpr float kSmallest = 1e-37f;
+    const float magnitude = fabsf(scale) * kLog2E;
+    scale_log2 = magnitude < kSmallest ? kSmallest : magnitude;  // NaN stays NaN
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       row_max[r] = -INFINITY;
@@ -76,7 +78,7 @@ struct OnlineSoftmax {
         maximum = fmaxf(fmaxf(maximum, s[i]), s[i + 1]);
       }
       maximum = quad_max(maximum);
-      const bool raise = !kLazyRescale || (maximum - old) * scale_log2 > kThresholdLog2;
+      const bool raise = (maximum - old) * scale_log2 > kThresholdLog2;
       row_max[r] = raise ? maximum : old;
       // Exactly 1 where the maximum stays.
       rescale[r] = ex2_approx_ftz(__fmul_rn(old, scale_log2) - shift(r));
@@ -105,9 +107,7 @@ struct OnlineSoftmax {
   // Brings O up to date with the last update of the maximum.
   template <int kCount>
   __device__ __forceinline__ void rescale_output(float (&o)[kCount]) const {
-    if (kLazyRescale && !__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) {
-      return;
-    }
+    if (!__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) return;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) o[i] *= rescale[i / 2 % 2];
   }
@@ -129,7 +129,7 @@ struct OnlineSoftmax {
   // back in natural units.
   __device__ __forceinline__ float log_sum_exp(int r, float sum, float scale) const {
     const float shift_error = fmaf(row_max[r], scale_log2, -shift(r));
-    return __fmul_rn(row_max[r], fabsf(scale)) + (log2f(sum) - shift_error) * kLn2;
+    return __fmul_rn(row_max[r], fabsf(scale)) + (__log2f(sum) - shift_error) * kLn2;
   }
 };
 

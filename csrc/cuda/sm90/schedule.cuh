@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Who does what when, in the forward kernel: the order of the work items, and the ring
-// of stages through which tiles of K and V pass.
+// Who does what when, in the forward kernel: the order of the work items, and
+// rings: of slots and stages that are filled and emptied one after the other.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +20,12 @@ struct WorkItem {
   int num_full_tiles;  // of these the first, which every row sees whole
   int first_row;
   int head;
+  int kv_head;
   int batch;
   int q_rows;    // rows at or past it are padding
   int kv_rows;   // keys at or past it are hidden from all
   int diagonal;  // of a causal call: row 0 sees the first `diagonal` keys
+  float scale;
 
   __device__ __forceinline__ int key_limit(int row) const {
     return max(0, min(kv_rows, row + diagonal));
@@ -55,8 +57,11 @@ __device__ __forceinline__ WorkItem describe_work(const ForwardArguments& argume
   item.first_row = static_cast<int>(q_tile) * kBlockQ;
   item.batch = static_cast<int>(batch_head / num_heads);
   item.head = static_cast<int>(batch_head % num_heads);
+  item.kv_head = item.head / arguments.heads_per_kv_head;
 
-  const Visible visible(arguments.params, single_batch_axis(item.batch));
+  const BatchIndex batch = single_batch_axis(item.batch);
+  item.scale = softmax_scale(arguments.params, batch);
+  const Visible visible(arguments.params, batch);
   constexpr int kNoDiagonal = 1 << 30;
   item.q_rows = visible.q_rows;
   item.kv_rows = visible.kv_rows;
@@ -72,8 +77,8 @@ __device__ __forceinline__ WorkItem describe_work(const ForwardArguments& argume
 // Index of the item that a block takes after this one. The first is blockIdx.x.
 __device__ __forceinline__ uint32_t next_work(const ForwardArguments& arguments,
                                               uint32_t index) {
-  if (arguments.num_taken == nullptr) return index + gridDim.x;
-  return gridDim.x + atomicAdd(arguments.num_taken, 1u);
+  if (arguments.num_taken == nullptr) return index + arguments.num_blocks;
+  return arguments.num_blocks + atomicAdd(arguments.num_taken, 1u);
 }
 
 // Where a thread stands in a ring of kStages stages. The parity flips at every lap.
@@ -93,6 +98,15 @@ struct RingPosition {
     stage += count;
     parity ^= stage / kStages & 1;
     stage %= kStages;
+  }
+
+  // By less than one lap.
+  __device__ __forceinline__ void retreat(int count) {
+    stage -= count;
+    if (stage < 0) {
+      stage += kStages;
+      parity ^= 1;
+    }
   }
 };
 

@@ -9,23 +9,34 @@
 
 namespace jaxflash::sm90 {
 
+constexpr int kGroupRows = 64;  // of Q, that a consumer owns
+constexpr int kWarpRows = 16;   // and each of its warps
+
 struct ForwardConfig {
   int head_dim;
-  int num_consumers;  // warpgroups that compute, 64 rows of Q each
+  int num_consumers;  // warpgroups that compute, kGroupRows each
   int block_kv;
-  int num_stages;     // of K and V
-  bool own_out_tile;  // out does not leave through the tile of Q, which is free earlier
-  bool ping_pong;     // the consumers take turns on the tensor cores
-  bool pin_wait;      // keep exp before the wait for O, see forward.cuh
-  bool lazy_rescale;  // rescale O only where the maximum grew by more than 2^8
+  int num_stages;       // of K and V
+  int num_query_slots;  // of kGroupRows; those past num_consumers are filled ahead
+  bool ping_pong;       // the consumers take turns on the tensor cores
+  bool own_tiles;       // but not in causal calls, where each leaves out what its own
+                        // rows do not see
+  bool pin_wait;        // keep exp before the wait for O, see forward.cuh
   int consumer_registers;
   int loader_registers;
   // P V has eight more columns, of ones in place of V: the row sums of the rounded P,
   // which calls with out_low need. To add them up would cost five times as much.
   bool sum_columns = false;
-  bool short_causal = false;  // for causal calls of at most kShortRows
+  bool few_rows = false;  // for calls of at most kFewRows
 
-  constexpr int block_q() const { return 64 * num_consumers; }
+  constexpr int block_q() const { return kGroupRows * num_consumers; }
+  // Whether a slot of Q is free for long enough for out to leave through it.
+  constexpr bool out_through_query() const {
+    return num_query_slots >= 2 * num_consumers;
+  }
+  constexpr int max_tiles_left_out() const {
+    return own_tiles ? ((num_consumers - 1) * kGroupRows + block_kv - 1) / block_kv : 0;
+  }
   constexpr int output_columns() const { return head_dim + (sum_columns ? 8 : 0); }
   constexpr int num_threads() const { return 128 * (num_consumers + 1); }
   // The warpgroups start with equal shares and then pass registers on.
@@ -40,31 +51,32 @@ struct ForwardConfig {
 
 // What pays was measured: see docs/kernels.md.
 constexpr ForwardConfig kForwardConfigs[] = {
-    //  H  WG  BN stages  out   turns   pin   lazy  registers  sums  short
-    {64, 3, 128, 2, true, true, false, true, 160, 32},
-    {64, 3, 128, 2, true, true, false, true, 160, 32, true},
-    {64, 2, 128, 2, true, true, false, true, 232, 40, false, true},
-    {64, 2, 128, 2, true, true, false, true, 232, 40, true, true},
-    {96, 2, 128, 2, true, true, true, true, 232, 40},
-    {128, 2, 128, 2, true, true, true, true, 232, 40},
-    {128, 2, 128, 2, true, true, true, true, 232, 40, true},
-    {192, 2, 112, 2, false, false, true, true, 232, 40},
-    {256, 2, 64, 2, false, false, false, true, 232, 40},
+    //  H WG  BN stages slots turns own pin registers  sums  few
+    {64, 3, 128, 2, 6, true, false, false, 160, 32},
+    {64, 3, 128, 2, 6, true, false, false, 160, 32, true},
+    {64, 4, 64, 4, 8, true, true, false, 112, 32, false, true},
+    {64, 4, 64, 4, 8, true, true, false, 112, 32, true, true},
+    {96, 2, 128, 2, 4, true, false, true, 232, 40},
+    {128, 2, 128, 2, 4, true, false, true, 232, 40},
+    {128, 2, 128, 2, 4, true, false, true, 232, 40, true},
+    {192, 2, 112, 2, 2, false, true, true, 232, 40},
+    {256, 2, 80, 2, 2, false, true, false, 232, 40},
+    {256, 2, 64, 2, 3, false, true, false, 232, 40, false, true},
 };
 
-// Tiles of 192 rows leave much of the triangle of so few to hidden scores.
-constexpr int kShortRows = 1024;
+// With few tiles of keys per item, what comes before and after them counts: more
+// consumers hide more of it.
+constexpr int kFewRows = 1024;
 
 // Index of the configuration of a head dim, or -1: the most special one that may be.
-constexpr int forward_config_index(int head_dim, bool sum_columns, bool short_causal) {
+constexpr int forward_config_index(int head_dim, bool sum_columns, bool few_rows) {
   int found = -1;
   int index = 0;
   for (const ForwardConfig& config : kForwardConfigs) {
     const bool smallest =
         found < 0 || config.head_dim == kForwardConfigs[found].head_dim;
     if (head_dim <= config.head_dim && smallest &&
-        (sum_columns || !config.sum_columns) &&
-        (short_causal || !config.short_causal)) {
+        (sum_columns || !config.sum_columns) && (few_rows || !config.few_rows)) {
       found = index;
     }
     ++index;
