@@ -73,6 +73,12 @@ struct Visible {
     return causal ? max(0, min(kv_rows, row + offset + 1)) : kv_rows;
   }
 
+  // Whether a row sees any key: where not, its part of every gradient is 0, whatever
+  // the products that it took part in gave.
+  __device__ __forceinline__ bool sees_keys(int row) const {
+    return row < q_rows && key_limit(row) > 0;
+  }
+
   // First row that sees key `col`.
   __device__ __forceinline__ int first_row(int col) const {
     return causal ? max(0, col - offset) : 0;
@@ -87,5 +93,8 @@ __device__ __forceinline__ float softmax_scale(const jaxflash_attention_params& 
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
+
+// Up to here the rounding of lse * log2(e) moves P by less than 2^-13.
+constexpr float kLargeLse = 1024.f;
 
 }  // namespace jaxflash

@@ -99,6 +99,15 @@ __device__ __forceinline__ void cp_async_bulk_load(uint32_t destination,
       : "memory");
 }
 
+// "cp.async.bulk", shared to global, in this thread's bulk group.
+__device__ __forceinline__ void cp_async_bulk_store(void* destination, uint32_t source,
+                                                    uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(
+                   destination),
+               "r"(source), "r"(bytes)
+               : "memory");
+}
+
 // "cp.reduce.async.bulk": adds contiguous float32 in shared memory to global memory, in
 // this thread's bulk group.
 __device__ __forceinline__ void cp_reduce_async_bulk_add_f32(float* destination,

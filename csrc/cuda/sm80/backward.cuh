@@ -36,9 +36,6 @@
 
 namespace jaxflash::sm80 {
 
-// Up to here the rounding of lse * log2(e) moves P by less than 2^-13.
-constexpr float kLargeLse = 1024.f;
-
 // S -> (scale S - lse) log2(e) for rows beyond: the product is rounded as in the
 // forward pass, which put the rounded maximum into lse, so that their difference is
 // exact. lse points at the value of the lane's first column.
@@ -320,7 +317,7 @@ __global__ void __launch_bounds__(kBackwardConfigs[kConfigIndex].num_threads())
     current = next;
   }
 
-  multiply(dk, scale);
+  multiply_nonzero(dk, scale);
   __syncthreads();  // all are done with K and V, whose tiles now stage dK and dV
   copies.store(p.dk, dk, tiles.k(), warp);
   copies.store(p.dv, dv, tiles.v(), warp);

@@ -175,9 +175,9 @@ __global__ void __launch_bounds__(kRowsThreads)
   const BatchIndex batch = unravel_batch(forward, index.batch_element);
   const Visible visible(forward, batch);
 
-  // A padded row is 0 whatever the products that it took part in gave.
+  const bool sees_keys = visible.sees_keys(index.row);
   float dq[8] = {};
-  if (index.row < visible.q_rows && col < head_dim) {
+  if (sees_keys && col < head_dim) {
     const int row = static_cast<int>(index.padded % 16);
     const float* fragment =
         arguments.dq_accumulator + dq_fragment<kHeadDim>(index.padded - row, col / 8);
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kRowsThreads)
   }
   if (p.dscale.data != nullptr) {
     float product = 0.f;
-    if (index.row < visible.q_rows && col < head_dim) {
+    if (sees_keys && col < head_dim) {
       float q[8];
       load_columns(q,
                    batch_pointer<const Element>(forward.q, batch) +
@@ -208,28 +208,28 @@ __global__ void __launch_bounds__(kRowsThreads)
   }
   if (!valid || col >= head_dim || p.dq.data == nullptr) return;
   const float scale = softmax_scale(forward, batch);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) dq[i] = sees_keys ? dq[i] * scale : 0.f;
   const int64_t offset =
       index.row * p.dq.strides[0] + index.head * p.dq.strides[1] + col;
   if (p.dq.dtype == JAXFLASH_FLOAT32) {
     float* target = batch_pointer<float>(p.dq, batch) + offset;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      if (col + i < head_dim) target[i] = dq[i] * scale;
+      if (col + i < head_dim) target[i] = dq[i];
     }
     return;
   }
   Element* target = batch_pointer<Element>(p.dq, batch) + offset;
   if (arguments.vector_access) {
     *reinterpret_cast<uint4*>(target) =
-        make_uint4(pack<Element>(dq[0] * scale, dq[1] * scale),
-                   pack<Element>(dq[2] * scale, dq[3] * scale),
-                   pack<Element>(dq[4] * scale, dq[5] * scale),
-                   pack<Element>(dq[6] * scale, dq[7] * scale));
+        make_uint4(pack<Element>(dq[0], dq[1]), pack<Element>(dq[2], dq[3]),
+                   pack<Element>(dq[4], dq[5]), pack<Element>(dq[6], dq[7]));
     return;
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    if (col + i < head_dim) target[i] = from_float<Element>(dq[i] * scale);
+    if (col + i < head_dim) target[i] = from_float<Element>(dq[i]);
   }
 }
 

@@ -223,8 +223,9 @@ struct ForwardRows {
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       const int row = lane_row + 8 * r;
-      // Padded rows are zeros in shared memory and saw keys all the same.
-      const bool empty = sum == 0.f || row >= visible.q_rows;
+      // Padded rows are zeros in shared memory and saw keys all the same; and with a
+      // scale of NaN, hidden keys count.
+      const bool empty = sum == 0.f || !visible.sees_keys(row);
       const float inverse = empty ? 0.f : 1.f / rounded_sum[r / 2][2 * (r % 2)];
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; ++n) {
@@ -356,7 +357,9 @@ __global__ void __launch_bounds__(kForwardConfigs[kConfigIndex].num_threads())
 
   const float scale = softmax_scale(p, batch);
   // Never zero, so that a hidden -inf stays -inf; a scale this small is a uniform P.
-  const float scale_log2 = fmaxf(fabsf(scale) * kLog2E, 1e-37f);
+  // A NaN, which fmaxf would lose, stays too.
+  const float magnitude = fabsf(scale) * kLog2E;
+  const float scale_log2 = magnitude < 1e-37f ? 1e-37f : magnitude;
 
   ForwardRows<Element, kHeadDim, kBlockKV, kRowTiles> rows;
   rows.reset();

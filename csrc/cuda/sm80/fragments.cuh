@@ -27,14 +27,19 @@ __device__ __forceinline__ void set_zero(Fragments<kRows, kCols>& x) {
   }
 }
 
+// What is 0 stays 0 even if the factor is not finite: a key that no row sees has no
+// gradient.
 template <int kRows, int kCols>
-__device__ __forceinline__ void multiply(Fragments<kRows, kCols>& x, float factor) {
+__device__ __forceinline__ void multiply_nonzero(Fragments<kRows, kCols>& x,
+                                                 float factor) {
 #pragma unroll
   for (int m = 0; m < kRows; ++m) {
 #pragma unroll
     for (int n = 0; n < kCols; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[m][n][i] *= factor;
+      for (int i = 0; i < 4; ++i) {
+        if (x[m][n][i] != 0.f) x[m][n][i] *= factor;
+      }
     }
   }
 }

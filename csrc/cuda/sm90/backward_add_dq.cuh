@@ -52,17 +52,21 @@ struct DqPart {
 // warpgroups put there.
 template <int kConfigIndex>
 __device__ __forceinline__ void add_dq(const BackwardArguments& arguments,
-                                       const float* stage, int buffer) {
+                                       const float* stage, int buffer,
+                                       uint32_t block_number) {
   constexpr BackwardConfig kConfig = kBackwardConfigs[kConfigIndex];
   constexpr int kBlockQ = kConfig.block_q;
   constexpr int kBlockKV = kConfig.block_kv;
   const jaxflash_attention_params& forward = arguments.params.forward;
   const int group_size = static_cast<int>(forward.num_heads / forward.num_kv_heads);
-  const KeyBlock block(arguments);
+  const KeyBlock block(arguments, block_number);
   const Visible visible(forward, block.batch());
   const int lane = threadIdx.x % 32;
   const bool wanted = arguments.dq_accumulator != nullptr;
-  const bool by_turns = wanted && arguments.dq_turn != nullptr;
+  const bool by_turns = arguments.dq_turn != nullptr;
+  const Turns<kBlockQ, kBlockKV> turns(arguments, visible);
+  const int64_t rows_of_sum =
+      static_cast<int64_t>(arguments.num_query_heads) * arguments.num_rows_padded;
   griddepcontrol_wait();  // dq_turn is zero
 #pragma unroll
   for (int w = 0; w < 2; ++w) bar_arrive(kDqEmpty + 2 * buffer + w, kDqThreads);
@@ -70,9 +74,7 @@ __device__ __forceinline__ void add_dq(const BackwardArguments& arguments,
 #pragma unroll 1
   for (int i = 0; i < block.num_tiles(); ++i) {
     const int key_tile = block.tile(i);
-    const QueryTiles<kBlockQ, kBlockKV> walk(visible, key_tile,
-                                             arguments.blocks_in_turn);
-    const Turns<kBlockQ, kBlockKV> turns(visible, key_tile, arguments.blocks_in_turn);
+    const QueryTiles<kBlockQ, kBlockKV> walk(visible, key_tile);
 #pragma unroll 1
     for (int g = 0; g < group_size; ++g) {
       const int64_t head_row =
@@ -81,10 +83,15 @@ __device__ __forceinline__ void add_dq(const BackwardArguments& arguments,
       for (int step = 0; step < walk.count; ++step) {
         if (steps++ % kStages != buffer) continue;
         const int q_tile = walk[step];
-        const int64_t row = head_row + q_tile * kBlockQ;
-        int* turn = arguments.dq_turn + row / kBlockQ;
+        int64_t row = head_row + q_tile * kBlockQ;
+        int* turn = nullptr;
+        bool first_to_come = false;
         if (by_turns) {
-          const int number = turns.turn(q_tile, lane);
+          const int sum = turns.sum_of(key_tile, walk, q_tile);
+          const int number = turns.turn(sum, q_tile, key_tile);
+          turn = arguments.dq_turn + row / kBlockQ * kDqSums + sum;
+          row += sum * rows_of_sum;
+          first_to_come = number == 0;
           if (lane == 0) wait_for_turn(turn, number);
           __syncwarp();
         }
@@ -93,12 +100,18 @@ __device__ __forceinline__ void add_dq(const BackwardArguments& arguments,
           const int first = DqPart<kConfigIndex>::first_float(w);
           bar_sync(kDqFull + 2 * buffer + w, kDqThreads);
           if (lane == 0 && wanted) {
-            cp_reduce_async_bulk_add_f32(
-                arguments.dq_accumulator + row * kConfig.head_dim + first,
-                cvta_generic_to_shared(stage + first),
-                DqPart<kConfigIndex>::pieces(w) * kDqPieceFloats * sizeof(float));
+            float* target = arguments.dq_accumulator + row * kConfig.head_dim + first;
+            const uint32_t source = cvta_generic_to_shared(stage + first);
+            constexpr uint32_t kPieceBytes = kDqPieceFloats * sizeof(float);
+            const uint32_t bytes = DqPart<kConfigIndex>::pieces(w) * kPieceBytes;
+            if (first_to_come) {
+              cp_async_bulk_store(target, source, bytes);
+            } else {
+              cp_reduce_async_bulk_add_f32(target, source, bytes);
+            }
           }
           if (lane == 0) cp_async_bulk_commit_group();
+          __syncwarp();  // before the next barrier, which takes the warp as a whole
         }
         if (lane == 0) cp_async_bulk_wait_group_read<1>();
         __syncwarp();  // the first part has been read

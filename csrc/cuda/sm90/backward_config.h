@@ -48,7 +48,7 @@ constexpr int kBackwardThreads = 3 * kWarpgroup;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
-// Blocks that wait for each other (backward_turns.cuh) must run together.
-constexpr int kMaxBlocksInTurn = 128;
+// Sums of which a deterministic dQ consists (backward_turns.cuh).
+constexpr int kDqSums = 2;
 
 }  // namespace jaxflash::sm90

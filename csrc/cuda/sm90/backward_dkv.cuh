@@ -90,14 +90,15 @@ struct DkvRole {
     if (lane == 0) arrive(barrier);
   }
 
-  // Stores the gradient that this role has summed, by way of `tile`.
+  // Stores `factor` times the gradient that this role has summed, by way of `tile`.
   template <class Element>
   __device__ __forceinline__ void store(const jaxflash_tensor& matrix,
                                         const CUtensorMap* map,
-                                        const float (&sum)[kHeadDim / 2],
+                                        float (&sum)[kHeadDim / 2], float factor,
                                         const Tile<kBlockKV, kHeadDim>& tile,
                                         int key_tile, int role) const {
     const int first_key = key_tile * kBlockKV;
+    finish_gradient(sum, factor, visible, first_key + warp_row() + lane / 4);
     release(shared.keys_done);
     wait(shared.keys_done, 0);
     stage_gradient<Element>(arguments, matrix, sum, tile, block, first_key, warp_row());
@@ -214,14 +215,14 @@ struct ProbabilityRole : DkvRole<kConfigIndex> {
 
   __device__ __forceinline__ void run() {
     const int key_tile = block.first_tile;
-    const Walk walk(visible, key_tile, arguments.blocks_in_turn);
+    const Walk walk(visible, key_tile);
     if (walk.count > 0) {
       wait(shared.barriers.kv_full, 0);
       sum(walk, key_tile);
     } else {
       set_zero(dv);
     }
-    Base::template store<Element>(arguments.params.dv, &arguments.dv, dv,
+    Base::template store<Element>(arguments.params.dv, &arguments.dv, dv, 1.f,
                                   shared.operands.v, key_tile, /*role=*/0);
   }
 };
@@ -300,16 +301,14 @@ struct GradientRole : DkvRole<kConfigIndex> {
 
   __device__ __forceinline__ void run() {
     const int key_tile = block.first_tile;
-    const Walk walk(visible, key_tile, arguments.blocks_in_turn);
+    const Walk walk(visible, key_tile);
     if (walk.count > 0) {
       wait(shared.barriers.kv_full, 0);
       sum(walk.count * group_size);
     } else {
       set_zero(dk);
     }
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= Base::scale;
-    Base::template store<Element>(arguments.params.dk, &arguments.dk, dk,
+    Base::template store<Element>(arguments.params.dk, &arguments.dk, dk, Base::scale,
                                   shared.operands.k, key_tile, /*role=*/1);
   }
 };
@@ -339,12 +338,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   if (warpgroup == 0) {
     setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) {
-      load_operands(arguments, shared.operands, shared.rows, shared.barriers);
+      load_operands(arguments, shared.operands, shared.rows, shared.barriers,
+                    blockIdx.x);
     }
     return;
   }
   setmaxnreg_inc<kConsumerRegisters>();
-  const KeyBlock block(arguments);
+  const KeyBlock block(arguments, blockIdx.x);
   const Visible visible(arguments.params.forward, block.batch());
   const DkvRole<kConfigIndex> role(arguments, shared, block, visible);
   griddepcontrol_wait();  // the row pass is done

@@ -134,11 +134,12 @@ __device__ __forceinline__ void load_dq_operands(const BackwardArguments& argume
     const int key = tile * kConfig.dq_block_kv;
     const int s = stage.index;
     wait(shared.k_empty[s], stage.parity ^ 1);
-    loader.load(shared.k[s], &arguments.dq_k, shared.k_full[s], 0, key, end_key,
+    loader.load(shared.k[s], &arguments.dq_k, shared.k_full[s], 0, key, 0, end_key,
                 kv_head, batch_of(forward.k));
     wait(shared.v_empty[s], stage.parity ^ 1);
-    loader.load(shared.v[s], &arguments.dq_v, shared.v_full[s], 0, key, INT_MAX,
+    loader.load(shared.v[s], &arguments.dq_v, shared.v_full[s], 0, key, 0, INT_MAX,
                 kv_head, batch_of(forward.v));
+    __syncwarp();  // a lane two phases ahead of the others would keep them waiting
     stage.advance();
   }
 }
@@ -312,11 +313,10 @@ struct DqConsumer {
       product += __shfl_xor_sync(~0u, product, 2);
       const int row = first_row + 8 * half;
       if (lane % 4 == 0 && row < arguments.params.forward.q_len) {
-        const bool sums = block.num_key_tiles > 0 && row < visible.q_rows;
         batch_pointer<float>(
             dscale,
             block.batch())[block.head * dscale.strides[0] + row * dscale.strides[1]] =
-            sums ? product : 0.f;
+            visible.sees_keys(row) ? product : 0.f;
       }
     }
   }
@@ -324,10 +324,11 @@ struct DqConsumer {
   __device__ __forceinline__ void store_dq() {
     const jaxflash_tensor& target = arguments.params.dq;
     const jaxflash_attention_params& forward = arguments.params.forward;
+    const bool sees_keys[2] = {visible.sees_keys(first_row),
+                               visible.sees_keys(first_row + 8)};
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) {
-      const bool padding = first_row + 8 * (i / 2 % 2) >= visible.q_rows;
-      dq[i] = padding ? 0.f : dq[i] * scale;
+      dq[i] = sees_keys[i / 2 % 2] ? dq[i] * scale : 0.f;
     }
     if (target.dtype == JAXFLASH_FLOAT32) {
       store_float32(

@@ -194,6 +194,18 @@ __device__ __forceinline__ void store_float32(float* matrix, int64_t row_stride,
   }
 }
 
+// The sum of dK or dV of a warpgroup times `factor`. A key that no row sees gets 0,
+// whatever the products that it took part in gave. first_key: of the thread.
+template <int kCount>
+__device__ __forceinline__ void finish_gradient(float (&sum)[kCount], float factor,
+                                                const Visible& visible, int first_key) {
+  const bool seen[2] = {first_key < visible.kv_rows, first_key + 8 < visible.kv_rows};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    sum[i] = seen[i / 2 % 2] ? sum[i] * factor : 0.f;
+  }
+}
+
 // Stages the 64 rows of dK or dV that a warpgroup has in a tile of the shape of K, or
 // stores them where they are float32. tile_row: the first one of the warp.
 template <class Element, int kRows, int kHeadDim>

@@ -28,6 +28,7 @@
 #include "backward_config.h"
 #include "backward_fragments.cuh"
 #include "backward_tiles.cuh"
+#include "backward_turns.cuh"
 #include "launch_backward.h"
 
 namespace jaxflash::sm90 {
@@ -40,6 +41,7 @@ struct FusedShared {
   alignas(1024) float dq[kStages][kConfig.block_q * kConfig.head_dim];
   RowValues<kConfigIndex> rows;
   OperandBarriers barriers;
+  uint32_t block_number;
 };
 
 // Named barriers; 8 to 15 are those of DqBarrier.
@@ -242,12 +244,13 @@ struct FusedConsumer {
 
   // dK and dV of a tile of keys, by way of the shared memory of K and V.
   __device__ __forceinline__ void store_gradients(const KeyBlock& block, int key_tile) {
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= scale;
     const auto& tiles = shared.operands;
     const jaxflash_tensor& d_k = arguments.params.dk;
     const jaxflash_tensor& d_v = arguments.params.dv;
     const int first_key = key_tile * kBlockKV;
+    const int thread_key = first_key + warp_row() + lane / 4;
+    finish_gradient(dv, 1.f, visible, thread_key);
+    finish_gradient(dk, scale, visible, thread_key);
     bar_sync(kKeysDone, kConsumers);  // K and V are not read any more
     stage_gradient<Element>(arguments, d_v, dv, tiles.v, block, first_key, warp_row());
     stage_gradient<Element>(arguments, d_k, dk, tiles.k, block, first_key, warp_row());
@@ -275,7 +278,7 @@ struct FusedConsumer {
 #pragma unroll 1
     for (int i = 0; i < block.num_tiles(); ++i) {
       const int key_tile = block.tile(i);
-      const Walk walk(visible, key_tile, arguments.blocks_in_turn);
+      const Walk walk(visible, key_tile);
       set_zero(dk);
       set_zero(dv);
       if (walk.count > 0) {
@@ -298,23 +301,27 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     shared.barriers.init(/*q_releases=*/kConsumerWarps,
                          /*d_out_releases=*/kConsumerWarps);
     fence_mbarrier_init();
+    shared.block_number = draw_number(arguments);
   }
-  __syncthreads();  // the barriers exist
+  __syncthreads();  // the barriers and the number exist
   griddepcontrol_launch_dependents();
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const uint32_t block_number = __shfl_sync(~0u, shared.block_number, 0);
   // Each role looks up the problem for itself: few registers live through setmaxnreg.
   if (warpgroup == 0) {
     setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) {
-      load_operands(arguments, shared.operands, shared.rows, shared.barriers);
+      load_operands(arguments, shared.operands, shared.rows, shared.barriers,
+                    block_number);
     } else if (warp <= kStages) {
-      add_dq<kConfigIndex>(arguments, shared.dq[warp - 1], /*buffer=*/warp - 1);
+      add_dq<kConfigIndex>(arguments, shared.dq[warp - 1], /*buffer=*/warp - 1,
+                           block_number);
     }
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
-    const KeyBlock block(arguments);
+    const KeyBlock block(arguments, block_number);
     const Visible visible(arguments.params.forward, block.batch());
     FusedConsumer<Element, kConfigIndex> consumer(
         arguments, shared, visible, warpgroup - 1,

@@ -36,6 +36,7 @@ struct BackwardWorkspace {
   size_t delta;
   size_t large_lse;
   size_t dq_turn;
+  size_t num_tickets;
   size_t bytes;
 };
 
@@ -46,22 +47,32 @@ BackwardWorkspace backward_workspace(const jaxflash_attention_params& params) {
   const int64_t rows = batch_size(params) * params.num_heads * padded_rows(params);
   const int64_t tiles = rows / config.block_q;
   const int64_t columns = config.separate_dq() ? 0 : config.head_dim;
+  const bool may_take_turns = params.deterministic != 0 && !config.separate_dq();
   WorkspaceLayout layout;
   BackwardWorkspace workspace = {};
-  workspace.dq_accumulator = layout.reserve(rows * columns * kFloatBytes);
+  workspace.dq_accumulator =
+      layout.reserve(rows * columns * (may_take_turns ? kDqSums : 1) * kFloatBytes);
   workspace.lse = layout.reserve(rows * kFloatBytes);
   workspace.delta = layout.reserve(rows * kFloatBytes);
   workspace.large_lse = layout.reserve(tiles * kIntBytes);
-  workspace.dq_turn = layout.reserve(params.deterministic != 0 ? tiles * kIntBytes : 0);
+  workspace.dq_turn = layout.reserve(may_take_turns ? tiles * kDqSums * kIntBytes : 0);
+  workspace.num_tickets = layout.reserve(may_take_turns ? kIntBytes : 0);
   workspace.bytes = layout.bytes();
   return workspace;
 }
 
+// Whether blocks that add to a tile of dQ take turns.
+bool by_turns(const jaxflash_attention_backward_params& params,
+              const BackwardConfig& config) {
+  return params.forward.deterministic != 0 && params.forward.q_len > 0 &&
+         wants_dq(params) && !config.separate_dq();
+}
+
 // Heads whose operands stay in L2 together. One at a time where all blocks have the
-// same work, and where the blocks of a head wait for each other.
+// same work.
 int64_t heads_in_section(const jaxflash_attention_params& params,
                          const BackwardConfig& config) {
-  if (!uneven(params) || params.deterministic != 0) return 1;
+  if (!uneven(params)) return 1;
   constexpr int64_t kCacheBytes = int64_t{32} << 20;
   // K and V; of one query head Q, dO and the float32 dQ.
   const int64_t dq_bytes = config.separate_dq() ? 0 : sizeof(float);
@@ -75,7 +86,7 @@ int64_t heads_in_section(const jaxflash_attention_params& params,
 // which is where they walk over several query heads, if they fill the SMs.
 bool pairs_pay(const jaxflash_attention_params& params, const BackwardConfig& config,
                int64_t key_tiles, int num_sms) {
-  if (params.is_causal == 0 || params.deterministic != 0) return false;
+  if (params.is_causal == 0) return false;
   if (config.separate_dq() || params.num_heads == params.num_kv_heads) return false;
   constexpr double kFilled = 0.9;
   const int64_t pairs =
@@ -85,11 +96,15 @@ bool pairs_pay(const jaxflash_attention_params& params, const BackwardConfig& co
 }
 
 KeyTileOrder key_tile_order(const jaxflash_attention_params& params,
-                            const BackwardConfig& config, int num_sms) {
+                            const BackwardConfig& config, bool by_turns, int num_sms) {
   const int64_t tiles = divide_up(params.kv_len, config.block_kv);
   const int64_t heads = params.num_kv_heads * batch_size(params);
   KeyTileOrder order = {};
-  order.paired = pairs_pay(params, config, tiles, num_sms);
+  order.by_turns = by_turns;
+  order.paired = !by_turns && pairs_pay(params, config, tiles, num_sms);
+  // Where work differs by the tile, the longest blocks start early enough to end with
+  // the others, and late enough to wait for few.
+  order.num_early = static_cast<uint32_t>(params.is_causal != 0 ? tiles * 3 / 8 : 0);
   order.num_tiles = static_cast<uint32_t>(tiles);
   order.num_items = static_cast<uint32_t>(order.paired ? divide_up(tiles, 2) : tiles);
   order.num_heads = static_cast<uint32_t>(heads);
@@ -148,20 +163,20 @@ void plan_backward(const jaxflash_attention_backward_params& params, void* works
   const BackwardWorkspace layout = backward_workspace(forward);
   auto* bytes = static_cast<unsigned char*>(workspace);
   BackwardArguments& a = *arguments;
+  const bool turns = by_turns(params, config);
   a.params = params;
-  a.order = key_tile_order(forward, config, num_sms);
+  a.order = key_tile_order(forward, config, turns, num_sms);
   a.num_rows_padded = static_cast<uint32_t>(padded_rows(forward));
   a.num_query_heads = static_cast<uint32_t>(batch_size(forward) * forward.num_heads);
-  a.blocks_in_turn = static_cast<uint32_t>(std::min(num_sms, kMaxBlocksInTurn));
   a.dq_accumulator = wants_dq(params) && !config.separate_dq()
                          ? reinterpret_cast<float*>(bytes + layout.dq_accumulator)
                          : nullptr;
   a.lse = reinterpret_cast<float*>(bytes + layout.lse);
   a.delta = reinterpret_cast<float*>(bytes + layout.delta);
   a.large_lse = reinterpret_cast<int*>(bytes + layout.large_lse);
-  a.dq_turn = forward.deterministic != 0
-                  ? reinterpret_cast<int*>(bytes + layout.dq_turn)
-                  : nullptr;
+  a.dq_turn = turns ? reinterpret_cast<int*>(bytes + layout.dq_turn) : nullptr;
+  a.num_tickets =
+      turns ? reinterpret_cast<uint32_t*>(bytes + layout.num_tickets) : nullptr;
 }
 
 cudaError_t make_backward_maps(BackwardArguments* arguments) {

@@ -3,8 +3,8 @@
 // The two passes over rows of Q around the Hopper backward kernels; both only move
 // bytes.
 //
-//   before: delta = rowsum(dO o O) - dlse, lse, and a zeroed dQ accumulator. O is out
-//           with the bits that out_low has for it
+//   before: delta = rowsum(dO o O) - dlse, lse, and a zeroed dQ accumulator, or turns
+//           and tickets for one. O is out with the bits that out_low has for it
 //   after:  dq = scale * dQ,  dscale[row] = rowsum(Q o dQ), dQ = dS K without the scale
 #pragma once
 
@@ -15,6 +15,7 @@
 #include "../common/problem.cuh"
 #include "../common/ptx_sm90.cuh"
 #include "backward_config.h"
+#include "backward_turns.cuh"
 #include "launch_backward.h"
 
 namespace jaxflash::sm90 {
@@ -24,9 +25,6 @@ namespace jaxflash::sm90 {
 // columns 2 (t % 4) + {0, 1}. The pieces of 64 rows follow each other.
 constexpr int kDqRows = 64;
 constexpr int kDqPieceFloats = kDqRows * 8;
-
-// Up to here the rounding of lse * log2(e) moves P by less than 2^-13.
-constexpr float kLargeLse = 1024.f;
 
 constexpr int kRowsThreads = 256;
 
@@ -103,7 +101,7 @@ __global__ void __launch_bounds__(kRowsThreads)
   const Visible visible(forward, batch);
   const int rows_left = visible.q_rows - block.first_row;
 
-  if (arguments.dq_accumulator != nullptr) {
+  if (arguments.dq_accumulator != nullptr && arguments.dq_turn == nullptr) {
     auto* accumulator =
         reinterpret_cast<float4*>(arguments.dq_accumulator + block.padded * kHeadDim);
 #pragma unroll
@@ -164,7 +162,13 @@ __global__ void __launch_bounds__(kRowsThreads)
   arguments.delta[block.padded + row] = takes_part ? products[row] - d_lse : 0.f;
   if (row == 0) {
     arguments.large_lse[blockIdx.x] = large;
-    if (arguments.dq_turn != nullptr) arguments.dq_turn[blockIdx.x] = 0;
+    if (arguments.dq_turn != nullptr) {
+#pragma unroll
+      for (int sum = 0; sum < kDqSums; ++sum) {
+        arguments.dq_turn[static_cast<int64_t>(blockIdx.x) * kDqSums + sum] = 0;
+      }
+      if (blockIdx.x == 0) *arguments.num_tickets = 0;
+    }
   }
 }
 
@@ -172,6 +176,8 @@ __global__ void __launch_bounds__(kRowsThreads)
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(kRowsThreads)
     dq_conversion_kernel(const __grid_constant__ BackwardArguments arguments) {
+  constexpr BackwardConfig kConfig = kBackwardConfigs[backward_config_index(kHeadDim)];
+  static_assert(kConfig.head_dim == kHeadDim);
   using Lanes = RowLanes<kHeadDim>;
   // The 8 rows that a warp writes at a time hit different banks.
   __shared__ __align__(16) float rows[kDqRows][kHeadDim + 8];
@@ -185,17 +191,42 @@ __global__ void __launch_bounds__(kRowsThreads)
   const Visible visible(forward, batch);
   const float scale = softmax_scale(forward, batch);
 
-  const auto* accumulator = reinterpret_cast<const float4*>(arguments.dq_accumulator +
-                                                            block.padded * kHeadDim);
+  // Where blocks add by turns, a sum that none has added to has no value.
+  bool has_sum[kDqSums] = {true, false};
+  if (arguments.dq_turn != nullptr) {
+    const Turns<kConfig.block_q, kConfig.block_kv> turns(arguments, visible);
 #pragma unroll
-  for (int i = 0; i < kDqRows * kHeadDim / 4 / kRowsThreads; ++i) {
+    for (int sum = 0; sum < kDqSums; ++sum) {
+      has_sum[sum] = block.first_row < visible.q_rows &&
+                     turns.num_adding(sum, block.first_row / kConfig.block_q, 0) > 0;
+    }
+  }
+  const int64_t rows_of_sum =
+      static_cast<int64_t>(arguments.num_query_heads) * arguments.num_rows_padded;
+  constexpr int kPieces = kDqRows * kHeadDim / 4 / kRowsThreads;  // of a thread
+  float4 x[kPieces] = {};
+#pragma unroll
+  for (int sum = 0; sum < kDqSums; ++sum) {
+    if (!has_sum[sum]) continue;
+    const auto* accumulator = reinterpret_cast<const float4*>(
+        arguments.dq_accumulator + (sum * rows_of_sum + block.padded) * kHeadDim);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const float4 part = __ldcs(accumulator + i * kRowsThreads + threadIdx.x);
+      x[i].x += part.x;
+      x[i].y += part.y;
+      x[i].z += part.z;
+      x[i].w += part.w;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
     const int index = i * kRowsThreads + threadIdx.x;
-    const float4 x = __ldcs(accumulator + index);
     const int thread = index % kWarpgroup;
     const int row = thread / 32 * 16 + thread % 32 / 4;
     const int col = index / kWarpgroup * 8 + thread % 4 * 2;
-    *reinterpret_cast<float2*>(&rows[row][col]) = make_float2(x.x, x.y);
-    *reinterpret_cast<float2*>(&rows[row + 8][col]) = make_float2(x.z, x.w);
+    *reinterpret_cast<float2*>(&rows[row][col]) = make_float2(x[i].x, x[i].y);
+    *reinterpret_cast<float2*>(&rows[row + 8][col]) = make_float2(x[i].z, x[i].w);
   }
   __syncthreads();
 
@@ -205,15 +236,16 @@ __global__ void __launch_bounds__(kRowsThreads)
     const int row_in_block = step * Lanes::kRowsPerStep + threadIdx.x / Lanes::kLanes;
     const int row = block.first_row + row_in_block;
     const bool valid = row < forward.q_len && col < forward.head_dim;
+    const bool sees_keys = visible.sees_keys(row);
     float dq[8] = {};
-    if (valid) {
+    if (valid && sees_keys) {
       const auto* source = reinterpret_cast<const float4*>(&rows[row_in_block][col]);
       *reinterpret_cast<float4*>(&dq[0]) = source[0];
       *reinterpret_cast<float4*>(&dq[4]) = source[1];
     }
     if (p.dscale.data != nullptr) {
       float product = 0.f;
-      if (valid && row < visible.q_rows) {
+      if (valid && sees_keys) {
         float q[8];
         to_floats<Element>(
             q,
@@ -228,18 +260,18 @@ __global__ void __launch_bounds__(kRowsThreads)
       }
     }
     if (!valid || p.dq.data == nullptr) continue;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) dq[i] = sees_keys ? dq[i] * scale : 0.f;
     if (p.dq.dtype == JAXFLASH_FLOAT32) {
       float* target = row_pointer<float>(p.dq, batch, block.head, row) + col;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) target[i] = dq[i] * scale;
+      for (int i = 0; i < 8; ++i) target[i] = dq[i];
       continue;
     }
     *reinterpret_cast<uint4*>(row_pointer<Element>(p.dq, batch, block.head, row) +
                               col) =
-        make_uint4(pack<Element>(dq[0] * scale, dq[1] * scale),
-                   pack<Element>(dq[2] * scale, dq[3] * scale),
-                   pack<Element>(dq[4] * scale, dq[5] * scale),
-                   pack<Element>(dq[6] * scale, dq[7] * scale));
+        make_uint4(pack<Element>(dq[0], dq[1]), pack<Element>(dq[2], dq[3]),
+                   pack<Element>(dq[4], dq[5]), pack<Element>(dq[6], dq[7]));
   }
 }
 

@@ -19,26 +19,32 @@
 
 namespace jaxflash::sm90 {
 
-// The item of a block.
+// The item of block `number`.
 struct KeyBlock {
   uint32_t batch_element;
   int kv_head;
   int first_tile;
   int second_tile;  // or first_tile: there is only one
 
-  __device__ __forceinline__ explicit KeyBlock(const BackwardArguments& arguments) {
+  __device__ __forceinline__ KeyBlock(const BackwardArguments& arguments,
+                                      uint32_t number) {
     const KeyTileOrder& order = arguments.order;
     const auto num_kv_heads =
         static_cast<uint32_t>(arguments.params.forward.num_kv_heads);
     const uint32_t blocks_in_section = order.heads_in_section * order.num_items;
-    const uint32_t section = blockIdx.x / blocks_in_section;
-    const uint32_t block = blockIdx.x % blocks_in_section;
+    const uint32_t section = number / blocks_in_section;
+    const uint32_t block = number % blocks_in_section;
     const uint32_t first_head = section * order.heads_in_section;
     const uint32_t heads = min(order.heads_in_section, order.num_heads - first_head);
     const uint32_t head = first_head + block % heads;
     batch_element = head / num_kv_heads;
     kv_head = static_cast<int>(head % num_kv_heads);
-    first_tile = static_cast<int>(block / heads);
+    const uint32_t item = block / heads;
+    const uint32_t tile = !order.by_turns ? item
+                          : item < order.num_early
+                              ? order.num_early - 1 - item
+                              : order.num_tiles - 1 - (item - order.num_early);
+    first_tile = static_cast<int>(tile);
     second_tile =
         order.paired ? static_cast<int>(order.num_tiles) - 1 - first_tile : first_tile;
   }
@@ -68,23 +74,23 @@ struct QueryTiles {
   int start;       // counted from first
   int num_masked;  // the first ones of the walk, which not all keys see
 
-  __device__ __forceinline__ QueryTiles(const Visible& visible, int key_tile,
-                                        uint32_t blocks_in_turn) {
+  __device__ __forceinline__ QueryTiles(const Visible& visible, int key_tile) {
     const int first_key = key_tile * kBlockKV;
     const int end = (visible.q_rows + kBlockQ - 1) / kBlockQ;
     first = visible.first_row(first_key) / kBlockQ;
     count = first_key < visible.kv_rows ? max(0, end - first) : 0;
-    start = start_of(visible, key_tile, count, blocks_in_turn);
+    start = visible.causal ? 0 : key_tile % num_starts(count) * kStartStep;
     const int unmasked_row = visible.first_row(first_key + kBlockKV - 1);
     num_masked = first_key + kBlockKV > visible.kv_rows
                      ? count
                      : min(count, (unmasked_row + kBlockQ - 1) / kBlockQ - first);
   }
 
-  __device__ __forceinline__ static int start_of(const Visible& visible, int key_tile,
-                                                 int count, uint32_t blocks_in_turn) {
-    if (visible.causal || count == 0) return 0;
-    return static_cast<int>(key_tile % blocks_in_turn) * (kBlockKV / kBlockQ) % count;
+  // The starts of consecutive tiles of keys are so many tiles of Q apart, as far as
+  // these go round.
+  static constexpr int kStartStep = kBlockKV / kBlockQ;
+  __device__ __forceinline__ static int num_starts(int num_query_tiles) {
+    return max(1, num_query_tiles / kStartStep);
   }
 
   __device__ __forceinline__ int operator[](int i) const {
@@ -185,16 +191,17 @@ struct TileLoader {
   }
 
   // Loads rows [row, row + kRows) and makes them known to `full`, together with
-  // more_bytes that the caller copies. Rows from end_row on are not part of the
-  // problem: a product with P = 0 or dS = 0 does not free the sum from inf or NaN in
-  // them, so the loading warp puts zeros there before it shows the tile to others.
+  // more_bytes that the caller copies. Rows before begin_row or from end_row on are not
+  // part of the problem: a product with P = 0 or dS = 0 does not free the sum from inf
+  // or NaN in them, so the loading warp puts zeros there before it shows the tile to
+  // others.
   template <int kRows, int kColumns>
   __device__ __forceinline__ void load(const Tile<kRows, kColumns>& tile,
                                        const CUtensorMap* map, const uint64_t& full,
-                                       uint32_t more_bytes, int row, int end_row,
-                                       int head, int batch) {
+                                       uint32_t more_bytes, int row, int begin_row,
+                                       int end_row, int head, int batch) {
     const uint32_t full_barrier = cvta_generic_to_shared(&full);
-    if (end_row - row >= kRows) {
+    if (begin_row <= row && end_row - row >= kRows) {
       if (lane != 0) return;
       mbarrier_arrive_expect_tx(full_barrier, sizeof(tile.bytes) + more_bytes);
       start(tile, map, full_barrier, row, head, batch);
@@ -209,8 +216,9 @@ struct TileLoader {
 #pragma unroll 1
     for (int panel = 0; panel < tile.kNumPanels; ++panel) {
 #pragma unroll 1
-      for (int offset = (end_row - row) * kPanelRowBytes + lane * 16;
-           offset < tile.kPanelBytes; offset += 32 * 16) {
+      for (int offset = lane * 16; offset < tile.kPanelBytes; offset += 32 * 16) {
+        const int tile_row = offset / kPanelRowBytes;
+        if (tile_row >= begin_row - row && tile_row < end_row - row) continue;
         st_shared_v4(tile.address() + panel * tile.kPanelBytes + offset,
                      make_uint4(0, 0, 0, 0));
       }
@@ -239,13 +247,14 @@ template <int kConfigIndex>
 __device__ __forceinline__ void load_operands(const BackwardArguments& arguments,
                                               OperandTiles<kConfigIndex>& tiles,
                                               RowValues<kConfigIndex>& rows,
-                                              OperandBarriers& barriers) {
+                                              OperandBarriers& barriers,
+                                              uint32_t block_number) {
   constexpr BackwardConfig kConfig = kBackwardConfigs[kConfigIndex];
   constexpr int kBlockQ = kConfig.block_q;
   constexpr uint32_t kRowBytes = kBlockQ * sizeof(float);
   const jaxflash_attention_params& forward = arguments.params.forward;
   const int group_size = static_cast<int>(forward.num_heads / forward.num_kv_heads);
-  const KeyBlock block(arguments);
+  const KeyBlock block(arguments, block_number);
   const Visible visible(forward, block.batch());
   const int lane = threadIdx.x % 32;
   const auto end_of = [](int rows, int64_t rows_in_memory) {
@@ -263,15 +272,15 @@ __device__ __forceinline__ void load_operands(const BackwardArguments& arguments
 #pragma unroll 1
   for (int i = 0; i < block.num_tiles(); ++i) {
     const int key_tile = block.tile(i);
-    const QueryTiles<kBlockQ, kConfig.block_kv> walk(visible, key_tile,
-                                                     arguments.blocks_in_turn);
+    const QueryTiles<kBlockQ, kConfig.block_kv> walk(visible, key_tile);
     if (walk.count == 0) break;
     if (i > 0) wait(barriers.kv_empty, 0);  // dK and dV of the first tile are stored
     const int key = key_tile * kConfig.block_kv;
-    loader.load(tiles.k, &arguments.k, barriers.kv_full, 0, key, end_key, block.kv_head,
-                map_batch(forward.k, block.batch_element));
-    loader.load(tiles.v, &arguments.v, barriers.kv_full, 0, key, end_key, block.kv_head,
-                map_batch(forward.v, block.batch_element));
+    loader.load(tiles.k, &arguments.k, barriers.kv_full, 0, key, 0, end_key,
+                block.kv_head, map_batch(forward.k, block.batch_element));
+    loader.load(tiles.v, &arguments.v, barriers.kv_full, 0, key, 0, end_key,
+                block.kv_head, map_batch(forward.v, block.batch_element));
+    const int begin_row = visible.first_row(key);
     griddepcontrol_wait();  // lse and delta are written
 #pragma unroll 1
     for (int g = 0; g < group_size; ++g) {
@@ -283,7 +292,8 @@ __device__ __forceinline__ void load_operands(const BackwardArguments& arguments
         const int s = stage.index;
         wait(barriers.q_empty[s], stage.parity ^ 1);
         loader.load(tiles.q[s], &arguments.q, barriers.q_full[s], kRowBytes, row,
-                    end_row, head, map_batch(forward.q, block.batch_element));
+                    begin_row, end_row, head,
+                    map_batch(forward.q, block.batch_element));
         if (lane == 0) {
           cp_async_bulk_load(cvta_generic_to_shared(rows.lse[s]),
                              arguments.lse + head_row + row, kRowBytes,
@@ -291,13 +301,14 @@ __device__ __forceinline__ void load_operands(const BackwardArguments& arguments
         }
         wait(barriers.d_out_empty[s], stage.parity ^ 1);
         loader.load(tiles.d_out[s], &arguments.d_out, barriers.d_out_full[s], kRowBytes,
-                    row, end_row, head,
+                    row, begin_row, end_row, head,
                     map_batch(arguments.params.d_out, block.batch_element));
         if (lane == 0) {
           cp_async_bulk_load(cvta_generic_to_shared(rows.delta[s]),
                              arguments.delta + head_row + row, kRowBytes,
                              cvta_generic_to_shared(&barriers.d_out_full[s]));
         }
+        __syncwarp();  // a lane two phases ahead of the others would keep them waiting
         stage.advance();
       }
     }

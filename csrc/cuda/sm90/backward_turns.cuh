@@ -1,13 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The order of float32 additions decides the last bits of dQ. In deterministic calls
-// the blocks that add to a tile of dQ take turns, in the order in which they arrive if
-// all take the same time: QueryTiles lets them start at different tiles, so that the
-// next one comes when the last one is done and nobody waits for long.
+// the blocks that add to a tile of dQ take turns.
 //
-// A block waits for blocks that may have a higher number than its own, which the GPU
-// has to run at the same time. So the blocks of a head form groups of at most as many
-// as the GPU holds, and a group's turns come after those of the groups before it.
+// A block draws its number when it starts to run; the number says which keys it takes.
+// Its turns come after those of lower numbers, and of no others. All of these run or
+// have ended, and the lowest one that runs waits for nobody. So one block always gets
+// on, in whatever order and however few at a time the GPU runs them: nothing depends on
+// what else holds its SMs.
+//
+// So that nobody waits for long, blocks that start together should come to a tile in
+// the order of their numbers. A block of later keys has the lower one:
+//
+//   causal  Blocks start where their keys are on the diagonal: the later the keys, the
+//           nearer is any tile of Q that sees them.
+//   full    The block of key tile j starts at tile j kStartStep of Q and wraps around.
+//           To a tile of Q first come, from later to earlier keys, the blocks that
+//           started at or before it, and then, again from later to earlier keys, those
+//           that have wrapped around.
+//
+// These are two descending orders, hence two sums with turns of their own: before and
+// after wrapping around. The conversion of dQ adds them up. A causal call, where blocks
+// of later keys have less to do, uses them to let the longest blocks start before
+// shorter ones, which fill the gaps at the end: the first num_early tiles of keys have
+// the lower numbers and the first sum, the others the second.
+//
+// The first block to come to a sum stores its part: one to which none comes has no
+// value.
 #pragma once
 
 #include <cstdint>
@@ -16,43 +35,57 @@
 
 namespace jaxflash::sm90 {
 
+// The number of a block: what it takes of the work.
+__device__ __forceinline__ uint32_t draw_number(const BackwardArguments& arguments) {
+  if (arguments.num_tickets == nullptr) return blockIdx.x;
+  griddepcontrol_wait();  // num_tickets is zero
+  return atomicAdd(arguments.num_tickets, 1u);
+}
+
 template <int kBlockQ, int kBlockKV>
 struct Turns {
+  using Walk = QueryTiles<kBlockQ, kBlockKV>;
+
   const Visible& visible;
-  int group_begin;  // tiles of keys [begin, end)
-  int group_end;
-  int key_tile;
-  uint32_t blocks_in_turn;
+  int num_early;
 
-  __device__ __forceinline__ Turns(const Visible& visible, int key_tile,
-                                   uint32_t blocks_in_turn)
-      : visible(visible), key_tile(key_tile), blocks_in_turn(blocks_in_turn) {
-    const int num_key_tiles = (visible.kv_rows + kBlockKV - 1) / kBlockKV;
-    const int group = static_cast<int>(blocks_in_turn);
-    group_begin = key_tile / group * group;
-    group_end = min(group_begin + group, num_key_tiles);
+  __device__ __forceinline__ Turns(const BackwardArguments& arguments,
+                                   const Visible& visible)
+      : visible(visible), num_early(static_cast<int>(arguments.order.num_early)) {}
+
+  __device__ __forceinline__ static int tiles_of(int keys) {
+    return (keys + kBlockKV - 1) / kBlockKV;
   }
 
-  // How many steps after its start the block of `tile` comes to a tile of Q, or -1.
-  __device__ __forceinline__ int arrival(int tile, int q_tile) const {
-    const QueryTiles<kBlockQ, kBlockKV> walk(visible, tile, blocks_in_turn);
-    const int step = q_tile - walk.first - walk.start;
-    return visible.causal || step >= 0 ? step : step + walk.count;
+  // Which sum the block of a tile of keys adds to.
+  __device__ __forceinline__ int sum_of(int key_tile, const Walk& walk,
+                                        int q_tile) const {
+    return visible.causal ? key_tile >= num_early : q_tile < walk.start;
   }
 
-  // How many blocks add to a tile of Q before this one; computed by a warp. All tiles
-  // of keys of earlier groups are seen by the rows that see one of this group.
-  __device__ __forceinline__ int turn(int q_tile, int lane) const {
-    const int own = arrival(key_tile, q_tile);
-    int before = group_begin;
-#pragma unroll 1
-    for (int tile = group_begin + lane; tile - lane < group_end; tile += 32) {
-      const int other = tile < group_end ? arrival(tile, q_tile) : -1;
-      const bool first =
-          other >= 0 && (other < own || (other == own && tile > key_tile));
-      before += __popc(__ballot_sync(~0u, first));
+  // How many of the tiles of keys [begin, end of the keys) add to a sum of a tile of Q
+  // that has rows.
+  __device__ __forceinline__ int num_adding(int sum, int q_tile, int begin) const {
+    if (visible.causal) {
+      const int seen = tiles_of(visible.key_limit(q_tile * kBlockQ + kBlockQ - 1));
+      const int first = sum == 0 ? 0 : num_early;
+      const int end = sum == 0 ? min(seen, num_early) : seen;
+      return max(0, end - max(first, begin));
     }
-    return before;
+    const int num_starts = Walk::num_starts((visible.q_rows + kBlockQ - 1) / kBlockQ);
+    // Of the tiles [0, end), those whose start is not above q_tile.
+    const int starts = min(num_starts, q_tile / Walk::kStartStep + 1);
+    const auto unwrapped = [&](int end) {
+      return end / num_starts * starts + min(end % num_starts, starts);
+    };
+    const int end = tiles_of(visible.kv_rows);
+    const int first_sum = unwrapped(end) - unwrapped(begin);
+    return sum == 0 ? first_sum : end - begin - first_sum;
+  }
+
+  // How many blocks add before that of a tile of keys.
+  __device__ __forceinline__ int turn(int sum, int q_tile, int key_tile) const {
+    return num_adding(sum, q_tile, key_tile + 1);
   }
 };
 

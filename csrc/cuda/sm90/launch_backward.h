@@ -25,6 +25,10 @@ struct KeyTileOrder {
   // An item is the tiles i and num_tiles - 1 - i, one after the other: in a causal call
   // all items have the same work.
   bool paired;
+  // Blocks take turns (backward_turns.cuh): the items are first the tiles below
+  // num_early, then the others, the later keys first of both.
+  bool by_turns;
+  uint32_t num_early;
 };
 
 struct BackwardArguments {
@@ -43,14 +47,15 @@ struct BackwardArguments {
   KeyTileOrder order;
   uint32_t num_rows_padded;  // T rounded up to kRowPadding
   uint32_t num_query_heads;  // num_heads * batch
-  uint32_t blocks_in_turn;   // deterministic calls: key tiles that surely run together
   // Workspace, all [batch, N, num_rows_padded, ...].
-  float* dq_accumulator;  // [..., head dim of the configuration]; NULL: not wanted
-  float* lse;             // +inf: the row takes no part
-  float* delta;           // rowsum(d_out o out) - d_lse
+  // [kDqSums if by turns, batch, ..., head dim of the configuration]; NULL: not wanted
+  float* dq_accumulator;
+  float* lse;    // +inf: the row takes no part
+  float* delta;  // rowsum(d_out o out) - d_lse
   // int32 [batch, N, num_rows_padded / block_q], of tiles of Q.
   int* large_lse;  // whether lse of the tile is in natural units, else in those of log2
-  int* dq_turn;    // deterministic calls: how many blocks have added to the tile of dQ
+  int* dq_turn;    // [..., kDqSums]: how many blocks have added; NULL: not by turns
+  uint32_t* num_tickets;  // one number: how many blocks have started; likewise
 };
 
 // Index into kBackwardConfigs that plan_backward plans for.
