@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -21,7 +22,12 @@ sys.path[:0] = [str(_TESTS), str(_TESTS.parent / "examples")]
 
 import ctypes_numpy as api  # noqa: E402
 import oracle  # noqa: E402
-from compare import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, assert_close  # noqa: E402
+from compare import (  # noqa: E402
+    FORWARD_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    assert_close,
+    with_low_bits,
+)
 
 LIBRARY = api.load_library(api.find_library())
 CUDA = ctypes.CDLL("libcuda.so.1")
@@ -63,6 +69,15 @@ class DeviceArray:
         CUDA.cuMemFree_v2(self.pointer)
 
 
+# Takes what enqueues a pass on a stream, and has it done.
+Launch = Callable[[Callable[[ctypes.c_void_p | None], None]], None]
+
+
+def call_once(enqueue: Callable[[ctypes.c_void_p | None], None]) -> None:
+    """Enqueues a pass on the default stream."""
+    enqueue(None)
+
+
 @dataclasses.dataclass
 class Case:
     """One call; lengths and offset are per batch element."""
@@ -80,14 +95,29 @@ class Case:
     gradients: str | None = None
     deterministic: bool = False
     hidden_nan: bool = False
+    out_low: bool = False
 
 
 CASES = [
     # Every tile configuration, full and causal, with ragged ends.
     *(
-        Case(T=130, S=131, H=H, is_causal=is_causal)
+        Case(T=130, S=131, H=H, is_causal=is_causal, out_low=True)
         for H in (32, 64, 96, 128, 192, 256)
         for is_causal in (False, True)
+    ),
+    # More rows than what the tiles for few rows serve.
+    Case(T=1030, S=131, N=1, is_causal=True, out_low=True),
+    Case(T=1030, S=85, N=1, H=256),
+    # Several tiles of Q for each block of the Hopper forward kernel, some empty.
+    *(
+        Case(T=3, S=70, N=140, K=70, H=H, is_causal=True, lengths=((3, 0), (70, 65)))
+        for H in (64, 128, 192, 256)
+    ),
+    # Two tiles of keys in each block of the Hopper backward kernel: as many pairs as
+    # an H100 or H200 has SMs.
+    *(
+        Case(T=3, S=150, N=132, K=66, H=H, is_causal=True, offset=(147, 147))
+        for H in (64, 96, 128)
     ),
     # Rows that do not start on 16 bytes; columns past H.
     *(Case(T=37, S=70, H=H, dtype="float16") for H in (1, 5, 40, 63, 72, 129, 250)),
@@ -103,21 +133,24 @@ CASES = [
 ]
 
 
-def run(direction: str, params: Any) -> None:
+def run(direction: str, params: Any, launch: Launch = call_once) -> None:
+    """Runs a pass with a workspace of exactly the bytes it asks for."""
     size = ctypes.c_size_t()
     query = getattr(LIBRARY, f"jaxflash_attention_{direction}_workspace_cuda")
     call = getattr(LIBRARY, f"jaxflash_attention_{direction}_cuda")
     status = query(ctypes.byref(params), ctypes.byref(size))
     workspace = DeviceArray((size.value,), np.uint8)
-    if status == 0:
-        pointer = ctypes.c_void_p(workspace.pointer.value)
-        status = call(ctypes.byref(params), pointer, size, None)
-    if status != 0:
-        raise RuntimeError(LIBRARY.jaxflash_last_error().decode())
+    pointer = ctypes.c_void_p(workspace.pointer.value)
+
+    def enqueue(stream: ctypes.c_void_p | None) -> None:
+        if status != 0 or call(ctypes.byref(params), pointer, size, stream) != 0:
+            raise RuntimeError(LIBRARY.jaxflash_last_error().decode())
+
+    launch(enqueue)
     driver("cuCtxSynchronize")
 
 
-def check(case: Case) -> None:
+def check(case: Case, launch: Launch = call_once) -> None:
     """Runs a case forward and backward and compares it with the oracle."""
     rng = np.random.default_rng(case.T + case.S + case.H)
     dtype = np.dtype(getattr(ml_dtypes, case.dtype, case.dtype))
@@ -159,10 +192,20 @@ def check(case: Case) -> None:
     for name, array in scalars.items():
         setattr(params, name, array.tensor(0))
     params.lse = lse.tensor(2)
-    run("forward", params)
+    run("forward", params, launch)
     want, want_lse = oracle.forward(call)
-    assert_close(out.fetch(), want, 4 * FORWARD_TOLERANCE[case.dtype], "out")
+    tolerance = 4 * FORWARD_TOLERANCE[case.dtype]
+    assert_close(out.fetch(), want, tolerance, "out")
     assert_close(lse.fetch(), np.swapaxes(want_lse, 1, 2), 1e-4, "lse")
+    if case.out_low:
+        # The differentiated forward pass: the backward one reads what it leaves.
+        out = DeviceArray(out.host.shape, dtype)
+        out_low = DeviceArray(out.host.shape, np.int8)
+        params.out, params.out_low = out.tensor(3), out_low.tensor(3)
+        run("forward", params, launch)
+        whole = with_low_bits(out.fetch(), out_low.fetch())
+        assert_close(whole, want, tolerance, "out with out_low")
+        assert out_low.host.any()
 
     grad_dtype = np.dtype(case.gradients or dtype)
     grads = {
@@ -176,7 +219,7 @@ def check(case: Case) -> None:
     for field, array in zip(("dq", "dk", "dv"), grads.values(), strict=True):
         setattr(backward, field, array.tensor(3))
     backward.dscale = dscale.tensor(2)
-    run("backward", backward)
+    run("backward", backward, launch)
     dscale.fetch()
     fetched = {name: array.fetch() for name, array in grads.items()}
     if case.hidden_nan:
@@ -189,12 +232,17 @@ def check(case: Case) -> None:
         assert_close(got, want_grads[name], atol, f"d{name}")
 
 
-def main() -> None:
+def use_first_device() -> None:
+    """Makes the primary context of the first device current."""
     context, device = ctypes.c_void_p(), ctypes.c_int()
     driver("cuInit", 0)
     driver("cuDeviceGet", ctypes.byref(device), 0)
     driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     driver("cuCtxSetCurrent", context)
+
+
+def main() -> None:
+    use_first_device()
     for case in CASES:
         check(case)
         print("passed", case, flush=True)

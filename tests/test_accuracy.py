@@ -12,10 +12,10 @@ pytestmark = pytest.mark.every_dtype
 
 
 @functools.cache
-def case(kind: str, is_causal: bool, dtype: str, platform: str):
+def case(kind: str, is_causal: bool, dtype: str, platform: str, H: int = 64):
     """A call, its cotangents, and XLA's results on this platform."""
     T, S = (64, 1024) if kind == "one_hot" else (208, 208)
-    call = make_call(T, S, K=2, H=64, dtype=dtype, kind=kind, seed=3)
+    call = make_call(T, S, K=2, H=H, dtype=dtype, kind=kind, seed=3)
     call |= {"is_causal": is_causal, "query_offset": S - T}
     cts = cotangents(call)
     return call, cts, xla_results(call, *cts)
@@ -32,6 +32,15 @@ def test_forward_meets_the_accuracy_bar(implementation, dtype, kind, is_causal):
 @pytest.mark.parametrize("kind", KINDS)
 def test_backward_meets_the_accuracy_bar(implementation, dtype, kind, is_causal):
     call, cts, xla = case(kind, is_causal, dtype, implementation)
+    check_backward(call, implementation, dtype, cts, xla)
+
+
+# CUDA backward kernels of their own.
+@pytest.mark.implementations("cuda")
+@pytest.mark.parametrize("H", [128, 256])
+@pytest.mark.parametrize("kind", ["gaussian", "offset_mean"])
+def test_backward_of_wide_heads_meets_the_accuracy_bar(implementation, dtype, kind, H):
+    call, cts, xla = case(kind, True, dtype, implementation, H)
     check_backward(call, implementation, dtype, cts, xla)
 
 

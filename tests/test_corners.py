@@ -140,6 +140,13 @@ def test_nan_in_a_value_stays_in_its_column(implementation, dtype, bad):
     np.testing.assert_array_equal(got, want)
 
 
+def test_nan_scale_is_no_uniform_mean(implementation, working_dtype):
+    call = make_call(20, 30, N=4, K=2, dtype=working_dtype)
+    out, lse = run(call | {"scale": np.array(np.nan, np.float32)}, implementation)
+    assert np.all(np.isnan(np.asarray(out, np.float32)))
+    assert np.all(np.isnan(np.asarray(lse)))
+
+
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("offset", [INT32.max, INT32.min, 2**30, -(2**30)])
 def test_extreme_query_offsets_do_not_wrap(

@@ -40,10 +40,55 @@ def test_lengths(implementation, working_dtype, H):
     check(call | LENGTHS | {"query_offset": 40}, implementation)
 
 
+# More rows than what the tiles for few rows serve.
+@pytest.mark.implementations("cpu", "cuda")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("H", [64, 256])
+def test_many_rows(implementation, working_dtype, H, is_causal):
+    call = make_call(1100, 270, batch=(1,), N=2, H=H, dtype=working_dtype)
+    call |= {"is_causal": is_causal, "query_offset": -400}
+    check(call, implementation)
+
+
+# A block of the Hopper forward kernel takes several tiles, one after the other: some
+# see nothing, some one or more tiles of keys.
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("H", HEAD_DIMS)
+def test_many_tiles(H, is_causal, lengths):
+    B = 96
+    call = make_call(200, 300, batch=(B,), N=8, K=2, H=H, dtype="float16")
+    call |= {"is_causal": is_causal, "query_offset": 60}
+    if lengths:
+        choose = np.random.default_rng(7).choice
+        call["query_seq_lengths"] = choose([0, 0, 1, 70, 200], B).astype(np.int32)
+        call["key_value_seq_lengths"] = choose([0, 1, 65, 300], B).astype(np.int32)
+        call["scale"] = -0.2
+    out, lse = run(call, "cuda")
+    assert_forward(call, out, lse)
+    if lengths:
+        hidden = np.arange(300) >= call["key_value_seq_lengths"][:, None]
+        call["value"][hidden] = np.nan
+        again, _ = run(call, "cuda")
+        np.testing.assert_array_equal(np.asarray(again), np.asarray(out))
+
+
+# The same for tiles that serve many rows.
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("H", [64, 256])
+def test_many_tiles_of_many_rows(H, is_causal):
+    call = make_call(1100, 130, batch=(16,), N=2, H=H, dtype="float16")
+    call |= {"is_causal": is_causal, "query_offset": -500}
+    out, lse = run(call, "cuda")
+    assert_forward(call, out, lse)
+
+
 # A causal block of the Hopper backward kernel takes two tiles of keys where the pairs
 # fill the GPU: 128 of them here.
 @pytest.mark.gpu
-@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("H", [64, 96, 128])
 @pytest.mark.parametrize("T", [256, 300])
 def test_pairs_of_key_tiles(H, T):
     batch = 32 if T == 256 else 16
@@ -58,8 +103,8 @@ def test_pairs_of_key_tiles_that_lengths_leave_empty():
     check(call | {"key_value_seq_lengths": lengths}, "cuda")
 
 
-# Deterministic turns: many blocks for one tile of dQ, and more of them than take turns
-# in one group.
+# Deterministic turns: many blocks for one tile of dQ, and more of them than the GPU
+# runs at a time.
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("H", [64, 96, 128])
