@@ -1,51 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "sm80/run.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <array>
 #include <cstdint>
 #include <initializer_list>
 #include <iterator>
-#include <utility>
 
 #include "api/status.h"
 #include "api/validate.h"
+#include "common/instances.h"
 #include "sm80/launch.h"
 #include "sm80/tile_config.h"
 
 namespace jaxflash::sm80 {
 namespace {
-
-using ForwardLauncher = void (*)(const ForwardArguments&, Launcher&);
-using BackwardLauncher = void (*)(const BackwardArguments&, Launcher&);
-
-template <class Element, int... kIndex>
-constexpr auto forward_launchers(std::integer_sequence<int, kIndex...>) {
-  return std::array{static_cast<ForwardLauncher>(launch_forward<Element, kIndex>)...};
-}
-
-template <class Element, int... kIndex>
-constexpr auto backward_launchers(std::integer_sequence<int, kIndex...>) {
-  return std::array{static_cast<BackwardLauncher>(launch_backward<Element, kIndex>)...};
-}
-
-ForwardLauncher forward_launcher(int32_t dtype, int config) {
-  using Indices =
-      std::make_integer_sequence<int, static_cast<int>(std::size(kForwardConfigs))>;
-  static constexpr auto kBfloat16 = forward_launchers<__nv_bfloat16>(Indices{});
-  static constexpr auto kFloat16 = forward_launchers<__half>(Indices{});
-  return dtype == JAXFLASH_BFLOAT16 ? kBfloat16[config] : kFloat16[config];
-}
-
-BackwardLauncher backward_launcher(int32_t dtype, int config) {
-  using Indices =
-      std::make_integer_sequence<int, static_cast<int>(std::size(kBackwardConfigs))>;
-  static constexpr auto kBfloat16 = backward_launchers<__nv_bfloat16>(Indices{});
-  static constexpr auto kFloat16 = backward_launchers<__half>(Indices{});
-  return dtype == JAXFLASH_BFLOAT16 ? kBfloat16[config] : kFloat16[config];
-}
 
 // Whether every row starts on a whole chunk of 8 elements, so that rows may be moved in
 // chunks.
@@ -117,7 +84,10 @@ jaxflash_status run_forward(const jaxflash_attention_params& params, void*,
   arguments.num_q_tiles = static_cast<uint32_t>(q_tiles);
   arguments.vector_access = rows_aligned(
       params.head_dim, {&params.q, &params.k, &params.v, &params.out, &params.out_low});
-  forward_launcher(params.q.dtype, config)(arguments, launcher);
+  visit_instance<std::size(kForwardConfigs)>(
+      params.q.dtype, config, [&](auto element, auto index) {
+        launch_forward<decltype(element), index>(arguments, launcher);
+      });
   return check_cuda("launch of the forward kernel", launcher.error());
 }
 
@@ -158,7 +128,10 @@ jaxflash_status run_backward(const jaxflash_attention_backward_params& params,
   arguments.lse = reinterpret_cast<float*>(bytes + layout.lse);
   arguments.delta = reinterpret_cast<float*>(bytes + layout.delta);
   arguments.dq_turn = reinterpret_cast<int*>(bytes + layout.dq_turn);
-  backward_launcher(forward.q.dtype, config)(arguments, launcher);
+  visit_instance<std::size(kBackwardConfigs)>(
+      forward.q.dtype, config, [&](auto element, auto index) {
+        launch_backward<decltype(element), index>(arguments, launcher);
+      });
   return check_cuda("launch of the backward kernels", launcher.error());
 }
 
