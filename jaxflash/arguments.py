@@ -19,6 +19,7 @@ from jax.core import Tracer
 
 from jaxflash.spec import CORE_AXES, MAX_OFFSET, UNLIMITED
 
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _PRECISIONS = {
     None: 0,
     "highest": 0,
@@ -88,7 +89,11 @@ def query_key_value(query: Any, key: Any, value: Any) -> tuple[Array, Array, Arr
         _array(name, x)
         for name, x in (("query", query), ("key", key), ("value", value))
     )
-    _dtype("query", q, jnp.floating, "float32, bfloat16, float16 or float64")
+    if q.dtype.name not in _DTYPES:
+        raise TypeError(
+            f"query must have dtype {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}, got "
+            f"{q.dtype}"
+        )
     for name, x in (("key", k), ("value", v)):
         if x.dtype != q.dtype:
             raise ValueError(
@@ -271,6 +276,10 @@ def softcap(x: Any) -> float:
     return value
 
 
+def _raw_key_shape() -> tuple[int, ...]:
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+
+
 def dropout(rate: Any, key: Any, batch: tuple[int, ...]) -> tuple[float, Array | None]:
     """The rate, and the Philox key [*batch, 2] of every batch element."""
     value = _number("dropout_rate", rate)
@@ -287,6 +296,11 @@ def dropout(rate: Any, key: Any, batch: tuple[int, ...]) -> tuple[float, Array |
     )
     if not typed:
         key = _array("dropout_key", key)
+        if key.dtype == jnp.uint32 and key.shape != _raw_key_shape():
+            raise ValueError(
+                "dropout_key must be one PRNG key, as jax.random.key makes it; the raw "
+                f"uint32 data of one has shape {_raw_key_shape()}, got {key.shape}"
+            )
     if key.ndim != (0 if typed else 1) or not (typed or key.dtype == jnp.uint32):
         raise TypeError(
             "dropout_key must be one PRNG key, as jax.random.key makes it, got dtype "

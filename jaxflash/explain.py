@@ -38,7 +38,7 @@ class CudaDevice:
 
     def numbers(self) -> tuple[int, int, int, int]:
         """As the C API counts: 90 for "9.0"."""
-        major, dot, minor = self.compute_capability.partition(".")
+        major, dot, minor = str(self.compute_capability).partition(".")
         if not (dot and major.isdigit() and minor.isdigit()):
             raise ValueError(
                 "compute_capability must be like '9.0', got "
@@ -179,6 +179,10 @@ def explain(
     """
     call = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
     call |= keywords
+    if platform is not None and not isinstance(platform, str):
+        raise TypeError(f"platform must be None or a name, got {platform!r}")
+    if device is not None and not isinstance(device, CudaDevice):
+        raise TypeError(f"device must be None or a CudaDevice, got {device!r}")
     if platform == "gpu":  # as JAX calls it, too
         platform = "cuda"
     if device is not None:

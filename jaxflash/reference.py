@@ -116,6 +116,7 @@ def _hide(call: Call, x: Arrays, j: Array, s: Array) -> Array:
         seen = seen & (distance <= spec.window_right)
     if "query_segment_ids" in x:
         seen = seen & (x["query_segment_ids"] == x["key_value_segment_ids"])
+    seen = seen & ~jnp.isneginf(s)  # a bias of -inf hides, too
     return jnp.where(seen, s + x["query_taint"] + x["key_taint"], -jnp.inf)
 
 
@@ -135,9 +136,8 @@ def _non_finite_values(call: Call, x: Arrays) -> Array:
     """What inf and NaN in value add to out: only to the rows that see them."""
 
     def step(carry, block, j):
-        s = _hide(call, block, j, jnp.zeros((*call.rows, j.shape[0]), call.wide))
-        if "bias" in x:
-            s = s + block["bias"]
+        s = jnp.zeros((*call.rows, j.shape[0]), call.wide) + block.get("bias", 0)
+        s = _hide(call, block, j, s)
         seen = jnp.where(jnp.isneginf(s), 0, jnp.ones_like(s))
         v = block["raw_value"]
         return tuple(

@@ -84,6 +84,13 @@ def test_command_line_changes_the_grid():
         command.parse(["--heads", "6", "--kv-heads", "4"])
 
 
+@pytest.mark.parametrize("option", ["--length", "--batch", "--rounds", "--budget-s"])
+def test_command_line_takes_only_numbers_above_0(option, capsys):
+    with pytest.raises(SystemExit):
+        command.parse([option, "0"])
+    assert f"{option}: must be " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("direction", NAMES)
 def test_program_computes_its_direction(direction):
     case = with_direction(direction)

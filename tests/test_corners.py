@@ -101,6 +101,29 @@ def test_garbage_that_no_row_sees_has_no_effect(
         assert finite(grads[name])
 
 
+@pytest.mark.implementations("reference")
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+def test_garbage_under_a_bias_of_minus_inf_has_no_effect(
+    implementation, dtype, garbage
+):
+    call = make_call(33, 70, K=2, dtype=dtype, bias=np.zeros((33, 70), np.float32))
+    call["bias"][:, 40:] = -np.inf
+    call["bias"][5] = -np.inf
+    dirty = {name: call[name].copy() for name in QKV}
+    dirty["query"][:, 5] = garbage
+    dirty["key"][:, 40:], dirty["value"][:, 40:] = garbage, garbage
+    dirty = call | dirty
+    for got, want in zip(
+        run(dirty, implementation), run(call, implementation), strict=True
+    ):
+        assert_equal(got, want)
+    cts = cotangents(call)
+    want = run_gradients(call, implementation, *cts)
+    for name, got in run_gradients(dirty, implementation, *cts).items():
+        assert_equal(got, want[name], f"d{name}")
+        assert finite(got)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_nan_in_a_query_row_stays_in_that_row(implementation, dtype, is_causal):
     call = make_call(40, 40, K=2, dtype=dtype, is_causal=is_causal)

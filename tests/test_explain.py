@@ -182,6 +182,10 @@ def test_wrong_calls_raise_what_the_call_raises():
         explain(x, x, x, implementation="cpu", platform="cuda")
     with pytest.raises(ValueError, match="platform must be 'cuda'"):
         explain(x, x, x, platform="cpu", device=CudaDevice())
+    with pytest.raises(TypeError, match="platform must be None or a name, got 5"):
+        explain(x, x, x, platform=5)
+    with pytest.raises(TypeError, match="device must be None or a CudaDevice, got 'h1"):
+        explain(x, x, x, device="h100")
     with pytest.raises(TypeError, match="unknown"):
         explain(x, x, x, unknown=1)
 

@@ -17,6 +17,22 @@ from jaxflash.benchmark.session import Session
 from jaxflash.benchmark.timing import Protocol
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def seconds(text: str) -> float:
+    """A time above 0."""
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0 seconds, got {number}")
+    return number
+
+
 def parse(argv=None) -> argparse.Namespace:
     """Options; what is not given comes from the default grid of the backend."""
     parser = argparse.ArgumentParser(
@@ -25,8 +41,8 @@ def parse(argv=None) -> argparse.Namespace:
         "is installed. Everything is checked before it is timed.",
     )
     shapes = parser.add_argument_group("what (default: a grid for the backend)")
-    shapes.add_argument("--length", nargs="+", type=int, help="T = S")
-    shapes.add_argument("--head-dim", nargs="+", type=int, help="H")
+    shapes.add_argument("--length", nargs="+", type=positive, help="T = S")
+    shapes.add_argument("--head-dim", nargs="+", type=positive, help="H")
     shapes.add_argument(
         "--dtype", nargs="+", choices=("float32", "bfloat16", "float16")
     )
@@ -37,11 +53,11 @@ def parse(argv=None) -> argparse.Namespace:
         choices=WORK,
         help="both: forward and backward in one program",
     )
-    shapes.add_argument("--batch", type=int, help="B")
-    shapes.add_argument("--tokens", type=int, help="B * T, instead of --batch")
-    shapes.add_argument("--heads", type=int, help="N")
-    shapes.add_argument("--hidden", type=int, help="N * H, instead of --heads")
-    shapes.add_argument("--kv-heads", type=int, help="K, default N")
+    shapes.add_argument("--batch", type=positive, help="B")
+    shapes.add_argument("--tokens", type=positive, help="B * T, instead of --batch")
+    shapes.add_argument("--heads", type=positive, help="N")
+    shapes.add_argument("--hidden", type=positive, help="N * H, instead of --heads")
+    shapes.add_argument("--kv-heads", type=positive, help="K, default N")
     how = parser.add_argument_group("how")
     how.add_argument("--peers", nargs="+", choices=PEERS, help="default: all installed")
     how.add_argument(
@@ -52,12 +68,16 @@ def parse(argv=None) -> argparse.Namespace:
         help="burst: a few calls after a pause; sustained: back to back",
     )
     how.add_argument("--quick", action="store_true", help="a small grid, under 60 s")
-    how.add_argument("--budget-s", type=float, help="start no case that would pass it")
     how.add_argument(
-        "--rounds", type=int, help="turns of each peer, default 3, quick 1"
+        "--budget-s", type=seconds, help="start no case that would pass it"
     )
-    how.add_argument("--window-s", type=float, default=0.25, help="sustained window")
-    how.add_argument("--max-call-s", type=float, default=30.0, help="skip slower calls")
+    how.add_argument(
+        "--rounds", type=positive, help="turns of each peer, default 3, quick 1"
+    )
+    how.add_argument("--window-s", type=seconds, default=0.25, help="sustained window")
+    how.add_argument(
+        "--max-call-s", type=seconds, default=30.0, help="skip slower calls"
+    )
     how.add_argument("--seed", type=int, default=0)
     how.add_argument("--out", type=pathlib.Path, default="out/benchmark")
     how.add_argument("--no-plots", action="store_true")
