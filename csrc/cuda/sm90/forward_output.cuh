@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../common/element.cuh"
 #include "../common/hidden_values.cuh"
@@ -99,59 +100,54 @@ struct ForwardOutput {
     cp_async_bulk_commit_group();
   }
 
-  // Rounds and stores O where its slot of Q has the next tile by now. A thread has two
-  // of every 8 columns; in the quad, each gets all 8 of one chunk in four.
-  __device__ __forceinline__ void store_out(const WorkItem& item,
-                                            const Accumulators& o) const {
-    const jaxflash_attention_params& params = arguments.params;
-    Element* out = batch_pointer<Element>(params.out, single_batch_axis(item.batch)) +
-                   item.head * params.out.strides[1];
+  // Stores a tensor chunk by chunk. A thread has two of every 8 columns of O; in the
+  // quad, each gets all 8 of one chunk in four, from exchange(r, chunk) of its rows r.
+  template <class T, class Exchange>
+  __device__ __forceinline__ void store_chunks(const WorkItem& item,
+                                               const jaxflash_tensor& tensor,
+                                               const Exchange& exchange) const {
+    T* data = batch_pointer<T>(tensor, single_batch_axis(item.batch)) +
+              item.head * tensor.strides[1];
     const int first_column = 8 * (thread.index % 4);
-    const int columns_left = static_cast<int>(params.head_dim) - first_column;
+    const int columns_left = static_cast<int>(arguments.params.head_dim) - first_column;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = item.first_row + thread.row() + 8 * r;
-      Element* target = out + row * params.out.strides[0] + first_column;
+      T* target = data + row * tensor.strides[0] + first_column;
 #pragma unroll
       for (int chunk = 0; chunk < kHeadDim / 8; chunk += 4) {
-        uint32_t pairs[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* x = &o[4 * (chunk + i) + 2 * r];
-          pairs[i] = pack<Element>(x[0], x[1]);
-        }
-        const uint4 elements = quad_transpose_32(pairs, thread.index % 4);
-        if (row < params.q_len && 8 * chunk < columns_left) {
-          *reinterpret_cast<uint4*>(target + 8 * chunk) = elements;
+        const auto elements = exchange(r, chunk);
+        if (row < arguments.params.q_len && 8 * chunk < columns_left) {
+          *reinterpret_cast<std::remove_const_t<decltype(elements)>*>(
+              target + 8 * chunk) = elements;
         }
       }
     }
   }
 
-  // The bits that rounding O takes, in chunks of 8 columns too.
+  // Rounds and stores O where its slot of Q has the next tile by now.
+  __device__ __forceinline__ void store_out(const WorkItem& item,
+                                            const Accumulators& o) const {
+    store_chunks<Element>(item, arguments.params.out, [&](int r, int chunk) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* x = &o[4 * (chunk + i) + 2 * r];
+        pairs[i] = pack<Element>(x[0], x[1]);
+      }
+      return quad_transpose_32(pairs, thread.index % 4);
+    });
+  }
+
+  // The bits that rounding O takes.
   __device__ __forceinline__ void store_out_low(const WorkItem& item,
                                                 const Accumulators& o) const {
-    const jaxflash_attention_params& params = arguments.params;
-    int8_t* out_low =
-        batch_pointer<int8_t>(params.out_low, single_batch_axis(item.batch)) +
-        item.head * params.out_low.strides[1];
-    const int first_column = 8 * (thread.index % 4);
-    const int columns_left = static_cast<int>(params.head_dim) - first_column;
+    store_chunks<int8_t>(item, arguments.params.out_low, [&](int r, int chunk) {
+      uint32_t low[4];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = item.first_row + thread.row() + 8 * r;
-      int8_t* target = out_low + row * params.out_low.strides[0] + first_column;
-#pragma unroll
-      for (int chunk = 0; chunk < kHeadDim / 8; chunk += 4) {
-        uint32_t low[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) low[i] = low_bytes(&o[4 * (chunk + i) + 2 * r]);
-        const uint2 bytes = quad_transpose_16(low, thread.index % 4);
-        if (row < params.q_len && 8 * chunk < columns_left) {
-          *reinterpret_cast<uint2*>(target + 8 * chunk) = bytes;
-        }
-      }
-    }
+      for (int i = 0; i < 4; ++i) low[i] = low_bytes(&o[4 * (chunk + i) + 2 * r]);
+      return quad_transpose_16(low, thread.index % 4);
+    });
   }
 
   static __device__ __forceinline__ uint32_t low_bytes(const float* pair) {
