@@ -7,8 +7,8 @@ from typing import Any
 
 # Several test processes share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# Test processes run one per core: the oracle's matrix products (NumPy, not yet imported)
-# would start as many threads again in each.
+# Test processes run one per core: the oracle's matrix products (NumPy, which nobody has
+# imported yet) would start as many threads again in each.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
