@@ -10,10 +10,9 @@
 //
 // The kernels, one after the other:
 //
-//   row pass           delta, lse, zeros for the sums of dQ or     backward_rows.cuh
-//                      for its turns
-//   H <= 128   fused   dK, dV, and dQ added to the accumulator     backward_fused.cuh
-//              convert dQ from the accumulator                     backward_rows.cuh
+//   row pass           delta and lse                               backward_rows.cuh
+//   H <= 128   fused   dK, dV, and dQ in float32                   backward_fused.cuh
+//              convert dQ                                          backward_rows.cuh
 //   beyond     dkv     dK and dV                                   backward_dkv.cuh
 //              dq      dQ, from S and dP that it computes again    backward_dq.cuh
 //

@@ -2,8 +2,9 @@
 //
 // Adds what blocks contribute to dQ to an accumulator in global memory, where it lies
 // in the order in which the tensor cores hold it (backward_rows.cuh), so that a staged
-// part is one contiguous bulk addition. Two warps with a buffer each, for every other
-// step: an addition, with the turns of a deterministic call, takes longer than a step.
+// tile is one contiguous bulk addition. Each computing warpgroup has a buffer and a
+// warp that adds what is staged there: every other step, as an addition, with its place
+// or turn (backward_turns.cuh), takes longer than a step.
 #pragma once
 
 #include <cstdint>
@@ -19,37 +20,16 @@
 
 namespace jaxflash::sm90 {
 
-// Named barriers of a warpgroup w and the adding warp of a buffer.
+// Named barriers of a warpgroup and its adding warp.
 enum DqBarrier {
-  kDqFull = 8,    // + 2 * buffer + w
-  kDqEmpty = 12,  // likewise
+  kDqFull = 8,    // + buffer
+  kDqEmpty = 10,  // likewise
 };
 
 constexpr int kDqThreads = kWarpgroup + 32;
 
-// Where a warpgroup's part of a tile of dQ starts in the order of the accumulator, and
-// its length: the first or second 64 rows of a tile of 128, else the columns of a
-// panel.
-template <int kConfigIndex>
-struct DqPart {
-  static constexpr BackwardConfig kConfig = kBackwardConfigs[kConfigIndex];
-  static constexpr bool kByRows = kConfig.block_q == 2 * kDqRows;
-  static_assert(kByRows ? kConfig.head_dim == kPanelColumns
-                        : kConfig.block_q == kDqRows,
-                "one m64n64 product per warpgroup");
-
-  __device__ __forceinline__ static int first_float(int warpgroup) {
-    return warpgroup * (kPanelColumns / 8) * kDqPieceFloats;
-  }
-  // Pieces of 8 columns.
-  __device__ __forceinline__ static int pieces(int warpgroup) {
-    return kByRows || warpgroup == 0 ? kPanelColumns / 8
-                                     : kConfig.head_dim / 8 - kPanelColumns / 8;
-  }
-};
-
-// One of the two warps: the steps whose parity is `buffer`. stage: the tile that the
-// warpgroups put there.
+// One of the two warps: the steps whose parity is `buffer`. stage: the tile that a
+// warpgroup puts there.
 template <int kConfigIndex>
 __device__ __forceinline__ void add_dq(const BackwardArguments& arguments,
                                        const float* stage, int buffer,
@@ -63,13 +43,12 @@ __device__ __forceinline__ void add_dq(const BackwardArguments& arguments,
   const Visible visible(forward, block.batch());
   const int lane = threadIdx.x % 32;
   const bool wanted = arguments.dq_accumulator != nullptr;
-  const bool by_turns = arguments.dq_turn != nullptr;
+  const bool by_turns = arguments.order.by_turns;
   const Turns<kBlockQ, kBlockKV> turns(arguments, visible);
   const int64_t rows_of_sum =
       static_cast<int64_t>(arguments.num_query_heads) * arguments.num_rows_padded;
-  griddepcontrol_wait();  // dq_turn is zero
-#pragma unroll
-  for (int w = 0; w < 2; ++w) bar_arrive(kDqEmpty + 2 * buffer + w, kDqThreads);
+  griddepcontrol_wait();  // dq_state is zero
+  bar_arrive(kDqEmpty + buffer, kDqThreads);
   int steps = 0;
 #pragma unroll 1
   for (int i = 0; i < block.num_tiles(); ++i) {
@@ -84,42 +63,40 @@ __device__ __forceinline__ void add_dq(const BackwardArguments& arguments,
         if (steps++ % kStages != buffer) continue;
         const int q_tile = walk[step];
         int64_t row = head_row + q_tile * kBlockQ;
-        int* turn = nullptr;
+        int* state = arguments.dq_state + row / kBlockQ * kDqSums;
         bool first_to_come = false;
         if (by_turns) {
           const int sum = turns.sum_of(key_tile, walk, q_tile);
           const int number = turns.turn(sum, q_tile, key_tile);
-          turn = arguments.dq_turn + row / kBlockQ * kDqSums + sum;
+          state += sum;
           row += sum * rows_of_sum;
           first_to_come = number == 0;
-          if (lane == 0) wait_for_turn(turn, number);
+          if (lane == 0) wait_for_turn(state, number);
           __syncwarp();
         }
-#pragma unroll
-        for (int w = 0; w < 2; ++w) {
-          const int first = DqPart<kConfigIndex>::first_float(w);
-          bar_sync(kDqFull + 2 * buffer + w, kDqThreads);
-          if (lane == 0 && wanted) {
-            float* target = arguments.dq_accumulator + row * kConfig.head_dim + first;
-            const uint32_t source = cvta_generic_to_shared(stage + first);
-            constexpr uint32_t kPieceBytes = kDqPieceFloats * sizeof(float);
-            const uint32_t bytes = DqPart<kConfigIndex>::pieces(w) * kPieceBytes;
-            if (first_to_come) {
-              cp_async_bulk_store(target, source, bytes);
-            } else {
-              cp_reduce_async_bulk_add_f32(target, source, bytes);
-            }
+        bar_sync(kDqFull + buffer, kDqThreads);
+        if (lane == 0 && wanted) {
+          if (!by_turns) first_to_come = take_place(state);
+          float* target = arguments.dq_accumulator + row * kConfig.head_dim;
+          const uint32_t source = cvta_generic_to_shared(stage);
+          constexpr uint32_t kBytes = kBlockQ * kConfig.head_dim * sizeof(float);
+          if (first_to_come) {
+            cp_async_bulk_store(target, source, kBytes);
+          } else {
+            cp_reduce_async_bulk_add_f32(target, source, kBytes);
           }
-          if (lane == 0) cp_async_bulk_commit_group();
-          __syncwarp();  // before the next barrier, which takes the warp as a whole
+          cp_async_bulk_commit_group();
+          cp_async_bulk_wait_group_read<0>();
         }
-        if (lane == 0) cp_async_bulk_wait_group_read<1>();
-        __syncwarp();  // the first part has been read
-        bar_arrive(kDqEmpty + 2 * buffer, kDqThreads);
-        if (lane == 0) cp_async_bulk_wait_group_read<0>();
-        __syncwarp();  // the second part too
-        bar_arrive(kDqEmpty + 2 * buffer + 1, kDqThreads);
-        if (by_turns && lane == 0) pass_turn(turn);
+        __syncwarp();
+        bar_arrive(kDqEmpty + buffer, kDqThreads);
+        if (lane == 0 && wanted) {
+          if (by_turns) {
+            tell_others(state, 1);
+          } else if (first_to_come) {
+            tell_others(state, kStored);
+          }
+        }
         __syncwarp();
       }
     }

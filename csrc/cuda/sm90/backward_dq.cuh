@@ -144,15 +144,6 @@ __device__ __forceinline__ void load_dq_operands(const BackwardArguments& argume
   }
 }
 
-// The compiler would rather keep the descriptors of all steps of a product through the
-// whole loop, in more registers than there are. From an address that it knows nothing
-// about it makes them when they are needed, with the adders of the uniform registers.
-__device__ __forceinline__ uint32_t opaque(uint32_t address) {
-  uint32_t registers[1] = {address};
-  hold_registers(registers);
-  return registers[0];
-}
-
 // One of the two warpgroups that compute: 64 rows.
 template <class Element, int kConfigIndex>
 struct DqConsumer {

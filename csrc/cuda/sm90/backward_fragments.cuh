@@ -67,6 +67,16 @@ __device__ __forceinline__ void visible_elements(uint32_t (&keep)[2],
   }
 }
 
+// The compiler would rather keep what follows from a value, such as the descriptors of
+// all steps of a product, through the whole loop, in more registers than there are.
+// From one that it knows nothing about it makes them when they are needed, with the
+// adders of the uniform registers.
+__device__ __forceinline__ uint32_t opaque(uint32_t value) {
+  uint32_t registers[1] = {value};
+  hold_registers(registers);
+  return registers[0];
+}
+
 // C[64, kRowsB] = A B^T over the head dim, from descriptors of K-major tiles with
 // kRowsA and kRowsB rows; starts it.
 template <class Element, int kHeadDim, int kRowsA, int kRowsB>

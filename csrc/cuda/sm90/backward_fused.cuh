@@ -9,13 +9,14 @@
 // Two warpgroups compute, each for 64 keys. Scores are transposed, S^T = K Q^T, so that
 // the accumulators of P^T and dS^T are the A operands of dV and dK as they stand. Only
 // dQ, a sum over all keys, needs the dS of both warpgroups: it goes through shared
-// memory. Each warpgroup makes one half of the tile of dQ and stages it for the two
-// warps that add it to a float32 accumulator in global memory (backward_add_dq.cuh).
+// memory. They make dQ in alternate steps, and one step late, so that neither waits for
+// the other, and stage it for a warp that adds it to a float32 accumulator in global
+// memory (backward_add_dq.cuh).
 //
-//   loading warp     | Q, lse  dO, delta of the next step                          |
-//   tensor cores     | S^T   dP^T |           dV        | dQ   dK                  |
-//   two warpgroups   |        P   | dS, to shared memory ^      stage dQ            |
-//   two adding warps |                                   both's dS   += dQ, by turns |
+//   loading warp    | Q, lse  dO, delta of the next step                        |
+//   tensor cores    | S^T   dP^T |         dV  dK  (dQ of the step before)      |
+//   a warpgroup     |        P   | dS, to shared memory              stage dQ   |
+//   its adding warp |                                                   += dQ   |
 #pragma once
 
 #include <cstdint>
@@ -38,17 +39,20 @@ struct FusedShared {
   static constexpr BackwardConfig kConfig = kBackwardConfigs[kConfigIndex];
   OperandTiles<kConfigIndex> operands;
   Tile<kConfig.block_q, kConfig.block_kv> ds[kStages];  // [rows of Q, keys]
-  alignas(1024) float dq[kStages][kConfig.block_q * kConfig.head_dim];
+  // Of each warpgroup, staged.
+  alignas(1024) float dq[2][kConfig.block_q * kConfig.head_dim];
   RowValues<kConfigIndex> rows;
   OperandBarriers barriers;
   uint32_t block_number;
 };
 
-// Named barriers; 8 to 15 are those of DqBarrier.
+// Named barriers; those from 8 on are of DqBarrier. Of the dS in stage s, warpgroup s
+// makes dQ; the other one hands its half over.
 enum FusedBarrier {
-  kDsStored = 1,     // both warpgroups
-  kKeysDone = 2,     // both warpgroups
-  kGradsStaged = 3,  // + the warpgroup: itself
+  kKeysDone = 1,     // both warpgroups
+  kGradsStaged = 2,  // + the warpgroup: itself
+  kDsFull = 4,       // + the stage: both
+  kDsEmpty = 6,      // likewise
 };
 
 constexpr int kConsumers = 2 * kWarpgroup;
@@ -63,6 +67,7 @@ struct FusedConsumer {
   static constexpr int kScores = kBlockQ / 2;  // of a thread, in S^T [64, kBlockQ]
   using Shared = FusedShared<kConfigIndex>;
   using Walk = QueryTiles<kBlockQ, kBlockKV>;
+  using DqTile = float[kBlockQ / kDqRows][kHeadDim / 2];
 
   const BackwardArguments& arguments;
   Shared& shared;
@@ -72,6 +77,7 @@ struct FusedConsumer {
   int lane;
   float scale;
   Stage stage;
+  bool dq_is_due = false;  // that of the step before
   float dk[kHeadDim / 2];  // [64, kHeadDim]
   float dv[kHeadDim / 2];
 
@@ -97,22 +103,23 @@ struct FusedConsumer {
     return k_major_descriptor(tile.address() + warpgroup * 64 * kPanelRowBytes);
   }
 
-  // dQ = dS K, this warpgroup's part; starts it.
-  __device__ __forceinline__ void start_dq(float (&dq)[32],
-                                           const Tile<kBlockQ, kBlockKV>& ds) {
-    constexpr bool kByRows = DqPart<kConfigIndex>::kByRows;
-    const uint64_t ds_operand = k_major_descriptor(
-        ds.address() + (kByRows ? warpgroup * kDqRows * kPanelRowBytes : 0));
-    const uint64_t k_operand = mn_major_descriptor<kBlockKV>(
-        shared.operands.k.address() +
-        (kByRows ? 0 : warpgroup * shared.operands.k.kPanelBytes));
-    hold_registers(dq);
+  // dQ = dS K, in 64 rows; starts it.
+  __device__ __forceinline__ void start_dq(DqTile& dq, int own) {
+    const uint64_t ds = k_major_descriptor(shared.ds[own].address());
+    const uint64_t keys =
+        mn_major_descriptor<kBlockKV>(opaque(shared.operands.k.address()));
+    constexpr uint64_t kRowsStep = kDqRows * kPanelRowBytes >> 4;
+#pragma unroll
+    for (int rows = 0; rows < kBlockQ / kDqRows; ++rows) hold_registers(dq[rows]);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kBlockKV / 16; ++k) {
-      Wgmma<kPanelColumns>::template ss<Element, Major::kK, Major::kMN>(
-          dq, ds_operand + k_major_step<kBlockQ>(k), k_operand + mn_major_step(k),
-          k != 0);
+#pragma unroll
+      for (int rows = 0; rows < kBlockQ / kDqRows; ++rows) {
+        Wgmma<kHeadDim>::template ss<Element, Major::kK, Major::kMN>(
+            dq[rows], ds + rows * kRowsStep + k_major_step<kBlockQ>(k),
+            keys + mn_major_step(k), k != 0);
+      }
     }
     wgmma_commit_group();
   }
@@ -145,22 +152,39 @@ struct FusedConsumer {
     }
   }
 
-  // Hands this warpgroup's part of dQ to an adding warp.
-  __device__ __forceinline__ void stage_dq(const float (&dq)[32]) {
-    const int barrier = 2 * stage.index + warpgroup;
-    float* part = shared.dq[stage.index] +
-                  DqPart<kConfigIndex>::first_float(warpgroup) + 4 * thread;
-    bar_sync(kDqEmpty + barrier, kDqThreads);  // the buffer has been read
+  // Hands dQ to the adding warp.
+  __device__ __forceinline__ void stage_dq(const DqTile& dq, int own) {
+    bar_sync(kDqEmpty + own, kDqThreads);  // the buffer has been read
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (kHeadDim % kPanelColumns == 0 ||
-          i < DqPart<kConfigIndex>::pieces(warpgroup)) {
-        *reinterpret_cast<float4*>(part + i * kDqPieceFloats) =
-            make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    for (int rows = 0; rows < kBlockQ / kDqRows; ++rows) {
+      float* pieces = shared.dq[own] + rows * (kDqRows * kHeadDim) + 4 * thread;
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 8; ++i) {
+        const float* x = &dq[rows][4 * i];
+        *reinterpret_cast<float4*>(pieces + i * kDqPieceFloats) =
+            make_float4(x[0], x[1], x[2], x[3]);
       }
     }
     fence_proxy_async_shared();
-    bar_arrive(kDqFull + barrier, kDqThreads);
+    bar_arrive(kDqFull + own, kDqThreads);
+  }
+
+  // dQ of the step before, beside a product that runs already; `done` is for what is
+  // left to do when that one has ended.
+  template <class Done>
+  __device__ __forceinline__ void make_dq(const Done& done) {
+    const int own = static_cast<int>(opaque(warpgroup));
+    DqTile dq;
+    bar_sync(kDsFull + own, kConsumers);
+    start_dq(dq, own);
+    wgmma_wait_group<1>();
+    done();
+    wgmma_wait_group<0>();
+#pragma unroll
+    for (int rows = 0; rows < kBlockQ / kDqRows; ++rows) hold_registers(dq[rows]);
+    bar_arrive(kDsEmpty + own, kConsumers);
+    stage_dq(dq, own);
+    dq_is_due = false;
   }
 
   // One tile of Q. kCareful: some (key, row) may be hidden, or lse natural.
@@ -201,25 +225,29 @@ struct FusedConsumer {
     uint32_t ds_operand[kScores / 2];
     as_operand<Element>(p_operand, p);
     as_operand<Element>(ds_operand, ds);
+    const bool is_own_stage = warpgroup == s;
+    if (!is_own_stage) bar_sync(kDsEmpty + s, kConsumers);
     store_ds(shared.ds[s], ds_operand);
     start_sum<Element, kHeadDim, kBlockQ>(dv, p_operand, d_out, /*accumulate=*/true);
-
+    start_sum<Element, kHeadDim, kBlockQ>(dk, ds_operand, q, /*accumulate=*/true);
     fence_proxy_async_shared();
-    bar_sync(kDsStored, kConsumers);  // dS of both, and both are done with the last one
-    float dq[32];
-    start_dq(dq, shared.ds[s]);
+    if (!is_own_stage) bar_arrive(kDsFull + s, kConsumers);
     wgmma_wait_group<1>();  // dV
     hold_registers(dv);
     hold_registers(p_operand);
     if (lane == 0) arrive(shared.barriers.d_out_empty[s]);
-    start_sum<Element, kHeadDim, kBlockQ>(dk, ds_operand, q, /*accumulate=*/true);
-    wgmma_wait_group<1>();  // dQ
-    hold_registers(dq);
-    stage_dq(dq);
-    wgmma_wait_group<0>();  // dK
-    hold_registers(dk);
-    hold_registers(ds_operand);
-    if (lane == 0) arrive(shared.barriers.q_empty[s]);
+    const auto dk_is_done = [&] {
+      hold_registers(dk);
+      hold_registers(ds_operand);
+      if (lane == 0) arrive(shared.barriers.q_empty[s]);
+    };
+    if (dq_is_due) {
+      make_dq(dk_is_done);
+    } else {
+      wgmma_wait_group<0>();
+      dk_is_done();
+    }
+    dq_is_due = is_own_stage;
     stage.advance();
   }
 
@@ -275,6 +303,7 @@ struct FusedConsumer {
     griddepcontrol_wait();  // large_lse is written
     const bool any_natural = any_large_lse(large_lse, group_size * tiles_of_head, lane);
     uint32_t kv_parity = 0;
+    bar_arrive(kDsEmpty + warpgroup, kConsumers);
 #pragma unroll 1
     for (int i = 0; i < block.num_tiles(); ++i) {
       const int key_tile = block.tile(i);
@@ -285,6 +314,7 @@ struct FusedConsumer {
         wait(shared.barriers.kv_full, kv_parity);
         kv_parity ^= 1;
         walk_group(walk, large_lse, tiles_of_head, group_size, key_tile, any_natural);
+        if (dq_is_due) make_dq([] {});
       }
       store_gradients(block, key_tile);
     }

@@ -35,7 +35,7 @@ struct BackwardWorkspace {
   size_t lse;
   size_t delta;
   size_t large_lse;
-  size_t dq_turn;
+  size_t dq_state;
   size_t num_tickets;
   size_t bytes;
 };
@@ -55,7 +55,8 @@ BackwardWorkspace backward_workspace(const jaxflash_attention_params& params) {
   workspace.lse = layout.reserve(rows * kFloatBytes);
   workspace.delta = layout.reserve(rows * kFloatBytes);
   workspace.large_lse = layout.reserve(tiles * kIntBytes);
-  workspace.dq_turn = layout.reserve(may_take_turns ? tiles * kDqSums * kIntBytes : 0);
+  workspace.dq_state =
+      layout.reserve(config.separate_dq() ? 0 : tiles * kDqSums * kIntBytes);
   workspace.num_tickets = layout.reserve(may_take_turns ? kIntBytes : 0);
   workspace.bytes = layout.bytes();
   return workspace;
@@ -174,7 +175,7 @@ void plan_backward(const jaxflash_attention_backward_params& params, void* works
   a.lse = reinterpret_cast<float*>(bytes + layout.lse);
   a.delta = reinterpret_cast<float*>(bytes + layout.delta);
   a.large_lse = reinterpret_cast<int*>(bytes + layout.large_lse);
-  a.dq_turn = turns ? reinterpret_cast<int*>(bytes + layout.dq_turn) : nullptr;
+  a.dq_state = reinterpret_cast<int*>(bytes + layout.dq_state);
   a.num_tickets =
       turns ? reinterpret_cast<uint32_t*>(bytes + layout.num_tickets) : nullptr;
 }

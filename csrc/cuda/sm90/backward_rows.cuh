@@ -3,8 +3,8 @@
 // The two passes over rows of Q around the Hopper backward kernels; both only move
 // bytes.
 //
-//   before: delta = rowsum(dO o O) - dlse, lse, and a zeroed dQ accumulator, or turns
-//           and tickets for one. O is out with the bits that out_low has for it
+//   before: delta = rowsum(dO o O) - dlse, lse, and that nobody has added to dQ yet. O
+//           is out with the bits that out_low has for it
 //   after:  dq = scale * dQ,  dscale[row] = rowsum(Q o dQ), dQ = dS K without the scale
 #pragma once
 
@@ -101,15 +101,6 @@ __global__ void __launch_bounds__(kRowsThreads)
   const Visible visible(forward, batch);
   const int rows_left = visible.q_rows - block.first_row;
 
-  if (arguments.dq_accumulator != nullptr && arguments.dq_turn == nullptr) {
-    auto* accumulator =
-        reinterpret_cast<float4*>(arguments.dq_accumulator + block.padded * kHeadDim);
-#pragma unroll
-    for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += kRowsThreads) {
-      accumulator[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-    }
-  }
-
   const int col = threadIdx.x % Lanes::kLanes * 8;
 #pragma unroll 4
   for (int step = 0; step < kRows / Lanes::kRowsPerStep; ++step) {
@@ -162,13 +153,13 @@ __global__ void __launch_bounds__(kRowsThreads)
   arguments.delta[block.padded + row] = takes_part ? products[row] - d_lse : 0.f;
   if (row == 0) {
     arguments.large_lse[blockIdx.x] = large;
-    if (arguments.dq_turn != nullptr) {
+    if (arguments.dq_accumulator != nullptr) {
 #pragma unroll
       for (int sum = 0; sum < kDqSums; ++sum) {
-        arguments.dq_turn[static_cast<int64_t>(blockIdx.x) * kDqSums + sum] = 0;
+        arguments.dq_state[static_cast<int64_t>(blockIdx.x) * kDqSums + sum] = 0;
       }
-      if (blockIdx.x == 0) *arguments.num_tickets = 0;
     }
+    if (arguments.order.by_turns && blockIdx.x == 0) *arguments.num_tickets = 0;
   }
 }
 
@@ -191,14 +182,15 @@ __global__ void __launch_bounds__(kRowsThreads)
   const Visible visible(forward, batch);
   const float scale = softmax_scale(forward, batch);
 
-  // Where blocks add by turns, a sum that none has added to has no value.
-  bool has_sum[kDqSums] = {true, false};
-  if (arguments.dq_turn != nullptr) {
-    const Turns<kConfig.block_q, kConfig.block_kv> turns(arguments, visible);
+  // A sum that nobody has added to has no value.
+  bool has_sum[kDqSums] = {};
+  const Turns<kConfig.block_q, kConfig.block_kv> turns(arguments, visible);
+  const int q_tile = block.first_row / kConfig.block_q;
+  if (turns.num_tiles(q_tile) > 0) {
 #pragma unroll
     for (int sum = 0; sum < kDqSums; ++sum) {
-      has_sum[sum] = block.first_row < visible.q_rows &&
-                     turns.num_adding(sum, block.first_row / kConfig.block_q, 0) > 0;
+      has_sum[sum] =
+          arguments.order.by_turns ? turns.num_adding(sum, q_tile, 0) > 0 : sum == 0;
     }
   }
   const int64_t rows_of_sum =

@@ -1,7 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
+// Who adds when to a sum of dQ. The first block to come stores its part, so that
+// nothing has to be zeroed; a sum to which none comes has no value.
+//
+// Without further wishes blocks come as they come. Each takes a place when its part is
+// ready, and then waits for nothing but the store of the first one, which is under way.
+//
 // The order of float32 additions decides the last bits of dQ. In deterministic calls
-// the blocks that add to a tile of dQ take turns.
+// the blocks take turns.
 //
 // A block draws its number when it starts to run; the number says which keys it takes.
 // Its turns come after those of lower numbers, and of no others. All of these run or
@@ -24,9 +30,6 @@
 // of later keys have less to do, uses them to let the longest blocks start before
 // shorter ones, which fill the gaps at the end: the first num_early tiles of keys have
 // the lower numbers and the first sum, the others the second.
-//
-// The first block to come to a sum stores its part: one to which none comes has no
-// value.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +40,7 @@ namespace jaxflash::sm90 {
 
 // The number of a block: what it takes of the work.
 __device__ __forceinline__ uint32_t draw_number(const BackwardArguments& arguments) {
-  if (arguments.num_tickets == nullptr) return blockIdx.x;
+  if (!arguments.order.by_turns) return blockIdx.x;
   griddepcontrol_wait();  // num_tickets is zero
   return atomicAdd(arguments.num_tickets, 1u);
 }
@@ -53,6 +56,12 @@ struct Turns {
                                    const Visible& visible)
       : visible(visible), num_early(static_cast<int>(arguments.order.num_early)) {}
 
+  // How many tiles of keys add to a tile of Q, in any sum.
+  __device__ __forceinline__ int num_tiles(int q_tile) const {
+    if (q_tile * kBlockQ >= visible.q_rows) return 0;
+    return tiles_of(visible.key_limit(q_tile * kBlockQ + kBlockQ - 1));
+  }
+
   __device__ __forceinline__ static int tiles_of(int keys) {
     return (keys + kBlockKV - 1) / kBlockKV;
   }
@@ -67,7 +76,7 @@ struct Turns {
   // that has rows.
   __device__ __forceinline__ int num_adding(int sum, int q_tile, int begin) const {
     if (visible.causal) {
-      const int seen = tiles_of(visible.key_limit(q_tile * kBlockQ + kBlockQ - 1));
+      const int seen = num_tiles(q_tile);
       const int first = sum == 0 ? 0 : num_early;
       const int end = sum == 0 ? min(seen, num_early) : seen;
       return max(0, end - max(first, begin));
@@ -89,19 +98,34 @@ struct Turns {
   }
 };
 
-// One lane waits until `number` blocks have added.
-__device__ __forceinline__ void wait_for_turn(const int* turn, int number) {
-  while (ld_acquire_gpu(turn) != number) {
+// The functions below are for one lane.
+
+// By turns, the word of a sum counts the blocks that have added: waits for `number`.
+__device__ __forceinline__ void wait_for_turn(const int* added, int number) {
+  while (ld_acquire_gpu(added) != number) {
   }
   fence_proxy_async_global();  // before the additions of this block
 }
 
-// After the additions of this lane.
-__device__ __forceinline__ void pass_turn(int* turn) {
-  cp_async_bulk_wait_group<0>();  // they are done
+// Without turns, the word of a sum counts the places that were taken, and has this bit
+// when the part of the first one is there.
+constexpr int kStored = 1 << 30;
+
+// Takes the next place of a sum, and waits until a part may be added. Returns whether
+// it is the first one, which is to be stored.
+__device__ __forceinline__ bool take_place(int* word) {
+  int before = atom_acquire_gpu_add(word, 1);
+  if (before == 0) return true;
+  while ((before & kStored) == 0) before = ld_acquire_gpu(word);
   fence_proxy_async_global();
-  __threadfence();
-  red_release_gpu_add(turn, 1);
+  return false;
+}
+
+// Behind the bulk copies of this lane: adds to the word of a sum when they are done.
+__device__ __forceinline__ void tell_others(int* word, int value) {
+  cp_async_bulk_wait_group<0>();
+  fence_proxy_async_global();
+  red_release_gpu_add(word, value);
 }
 
 }  // namespace jaxflash::sm90

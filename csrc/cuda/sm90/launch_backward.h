@@ -54,8 +54,8 @@ struct BackwardArguments {
   float* delta;  // rowsum(d_out o out) - d_lse
   // int32 [batch, N, num_rows_padded / block_q], of tiles of Q.
   int* large_lse;  // whether lse of the tile is in natural units, else in those of log2
-  int* dq_turn;    // [..., kDqSums]: how many blocks have added; NULL: not by turns
-  uint32_t* num_tickets;  // one number: how many blocks have started; likewise
+  int* dq_state;   // [..., kDqSums]: who has added (backward_turns.cuh)
+  uint32_t* num_tickets;  // one number: how many blocks have started, by turns
 };
 
 // Index into kBackwardConfigs that plan_backward plans for.
