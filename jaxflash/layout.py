@@ -107,7 +107,12 @@ class Call:
             jnp.where(jnp.isfinite(array).all(-1), 0, jnp.nan).astype(self.wide)
             for array in (q, k)
         )
-        x["query_taint"] = jnp.moveaxis(q_taint, -3, -1)[..., None]
+        # A scale of NaN makes every row one that is not finite.
+        no_scale = jnp.isnan(x["scale"])
+        x["scale"] = jnp.where(no_scale, jnp.zeros_like(x["scale"]), x["scale"])
+        x["query_taint"] = jnp.where(
+            no_scale, jnp.nan, jnp.moveaxis(q_taint, -3, -1)[..., None]
+        )
         x["key_taint"] = jnp.swapaxes(k_taint, -1, -2)[..., None, None, :]
         return x
 
@@ -136,11 +141,15 @@ class Call:
         return jnp.einsum(subscripts, *arrays, precision=precision)
 
     def round(self, p: Array) -> Array:
-        """Weights as the kernels multiply them: rounded to the input dtype."""
+        """Weights as the kernels multiply them: rounded to the input dtype.
+
+        To its mantissa: with its exponent too, reduce_precision would make zeros of the
+        subnormal numbers of float16, which a weight among 16,384 is.
+        """
         if self.dtype == self.wide:
             return p
-        info = jnp.finfo(self.dtype)
-        return lax.reduce_precision(p, info.nexp, info.nmant)
+        nexp = jnp.finfo(self.wide).nexp
+        return lax.reduce_precision(p, nexp, jnp.finfo(self.dtype).nmant)
 
     def positions(self, x: Arrays, j: Array) -> tuple[Array, Array, Array]:
         """Query index i, key index j and j - (i + query_offset), ready to broadcast."""

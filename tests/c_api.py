@@ -29,7 +29,7 @@ ORACLE_NAMES = {
 POISON = 0xFF  # as every byte: nan in each float dtype, -1 in int32
 MARGIN = 3
 
-OK, INVALID_ARGUMENT, UNSUPPORTED, UNAVAILABLE = range(4)
+OK, INVALID_ARGUMENT, UNSUPPORTED, UNAVAILABLE, INTERNAL = range(5)
 
 LIBRARY = api.load_library(api.find_library())
 

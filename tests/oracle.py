@@ -53,16 +53,24 @@ def forward_terms(call: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
     For lse these are the products in the largest score of each row.
     """
-    a = evaluate(**call)
-    out = (a.p * np.abs(a.dropout)) @ np.abs(a.v)
-    s = np.where(a.visible, abs(a.scale) * (np.abs(a.q) @ _t(np.abs(a.k))), 0.0)
-    return _swap(out), np.swapaxes(np.max(s, -1, initial=0.0), -1, -2)
+    with np.errstate(all="ignore"):
+        a = evaluate(**call)
+        out = _weighted_sum(a.p * a.dropout, a.visible, np.abs(a.v))
+        s = np.where(a.visible, abs(a.scale) * (np.abs(a.q) @ _t(np.abs(a.k))), 0.0)
+        return _swap(out), np.swapaxes(np.max(s, -1, initial=0.0), -1, -2)
 
 
 def backward(
-    call: dict[str, Any], d_out: Any, d_lse: Any = 0.0, *, absolute: bool = False
+    call: dict[str, Any],
+    d_out: Any,
+    d_lse: Any = 0.0,
+    *,
+    absolute: bool = False,
+    least: float = 0.0,
 ) -> dict[str, np.ndarray]:
     """Gradients by name, each in the shape of its argument (scale: a scalar).
+
+    "scale_rows" [*batch, N, T] is what each row adds to that of scale.
 
     Args:
       call: arguments of the attention.
@@ -70,29 +78,36 @@ def backward(
       d_lse: [*batch, T, N] or 0.
       absolute: replace every term of every sum by its magnitude. What rounding can do
         to a gradient is a small multiple of this, also where the terms cancel.
+      least: with `absolute`, added to each magnitude of P and dS that is not 0, for the
+        sake of small numbers, which are rounded to steps that do not shrink with them.
     """
     with np.errstate(all="ignore"):
         a = evaluate(**call)
         q, k, v, dots, out = a.q, a.k, a.v, a.dots, a.out
         d_out = _swap(_f64(d_out))
         d_lse = np.swapaxes(np.broadcast_to(_f64(d_lse), _swap(out).shape[:-1]), -1, -2)
-        distance, scale, minus = -a.distance, a.scale, -1.0
+        distance, scale, minus, p = -a.distance, a.scale, -1.0, a.p
+        cap_slope = a.cap_slope
         if absolute:
             q, k, v, d_out, d_lse = map(np.abs, (q, k, v, d_out, d_lse))
-            dots, out = q @ _t(k), (a.p * a.dropout) @ v
+            dots, out = q @ _t(k), _weighted_sum(p * a.dropout, a.visible, v)
             distance, scale, minus = a.distance, abs(a.scale), 1.0
+            p = np.where(p == 0, 0.0, p + least)
+            # 1 - tanh^2 is made in float32, whose rounding is finer than that of terms.
+            cap_slope = cap_slope + (1.0 - cap_slope) / 8
         delta = np.sum(d_out * out, -1)
         dp = np.where(a.visible, (d_out @ _t(v)) * a.dropout, 0.0)
-        ds = a.p * (dp + (d_lse + minus * delta)[..., None])
-        ds = np.where(a.p == 0, 0.0, ds)
-        draw = ds * a.cap_slope
+        ds = p * (dp + (d_lse + minus * delta)[..., None])
+        ds = np.where(p == 0, 0.0, ds + least if absolute else ds)
+        draw = ds * cap_slope
         dsink_rows = np.where(a.p_sink == 0, 0.0, a.p_sink * (d_lse + minus * delta))
         grads = {
             "query": _swap(scale * _weighted_sum(draw, a.visible, k)),
             "key": scale * _weighted_sum(_t(draw), _t(a.visible), q),
-            "value": _weighted_sum(_t(a.p * a.dropout), _t(a.visible), d_out),
-            "scale": np.sum(np.where(draw == 0, 0.0, draw * dots)),
+            "value": _weighted_sum(_t(p * a.dropout), _t(a.visible), d_out),
+            "scale_rows": np.sum(np.where(draw == 0, 0.0, draw * dots), -1),
         }
+        grads["scale"] = np.sum(grads["scale_rows"])
         for name in ("key", "value"):
             grads[name] = _swap(_sum_group(grads[name], call[name].shape[-2]))
         for name, full in (

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 _TESTS = pathlib.Path(__file__).parent
@@ -22,14 +21,15 @@ sys.path[:0] = [str(_TESTS), str(_TESTS.parent / "examples")]
 
 import ctypes_numpy as api  # noqa: E402
 import oracle  # noqa: E402
+from c_api import DTYPES, LIBRARY, ORACLE_NAMES  # noqa: E402
 from compare import (  # noqa: E402
-    FORWARD_TOLERANCE,
-    GRADIENT_TOLERANCE,
     assert_close,
+    assert_forward,
+    assert_gradients,
+    out_tolerance,
     with_low_bits,
 )
 
-LIBRARY = api.load_library(api.find_library())
 CUDA = ctypes.CDLL("libcuda.so.1")
 
 
@@ -40,29 +40,78 @@ def driver(name: str, *arguments: Any) -> None:
         raise RuntimeError(f"{name} failed with CUresult {status}")
 
 
-class DeviceArray:
-    """A NumPy array and its copy on the GPU; without values the copy is unwritten."""
+POISON = 0xFF  # as every byte: nan in each float dtype
+GAP = 8  # elements: rows of 16 bits still start on 16 bytes
 
-    def __init__(self, shape, dtype, values=None):
-        self.host = np.zeros(shape, dtype)
-        self.pointer = ctypes.c_uint64()
-        size = ctypes.c_size_t(max(1, self.host.nbytes))
-        driver("cuMemAlloc_v2", ctypes.byref(self.pointer), size)
+
+def memory_shape(shape, layout: str, core_rank: int) -> tuple[int, ...]:
+    """Of the memory that `view_of` finds an array of a shape in."""
+    *lead, columns = shape
+    if layout == "row_gaps":
+        return (*lead, columns + GAP)
+    if layout == "unaligned":
+        return (*lead, columns + 1)
+    if layout == "heads_first":
+        return np.swapaxes(np.empty(shape), -core_rank, 1 - core_rank).shape
+    return (1, *shape[1:]) if layout == "shared" else tuple(shape)
+
+
+def view_of(memory: np.ndarray, layout: str, core_rank: int) -> np.ndarray:
+    """The elements of an array in its memory.
+
+    Layouts: "dense"; "row_gaps", rows with a gap behind them; "heads_first", the first
+    two core axes in the other order, as [B, N, T, H] and [B, T, N]; "unaligned", rows
+    that do not start on 16 bytes; "shared", one batch element for all.
+    """
+    if layout == "row_gaps":
+        return memory[..., :-GAP]
+    if layout == "unaligned":
+        return memory[..., 1:]
+    if layout == "heads_first":
+        return memory.swapaxes(-core_rank, 1 - core_rank)
+    return memory
+
+
+class DeviceArray:
+    """A NumPy array and its copy on the GPU.
+
+    Without values the copy is unwritten; what a layout leaves out is poison.
+    """
+
+    def __init__(self, shape, dtype, values=None, layout="dense", core_rank=3):
+        self.memory = np.zeros(memory_shape(shape, layout, core_rank), dtype)
+        self._outside = np.ones(self.memory.shape, bool)
+        view_of(self._outside, layout, core_rank)[...] = False
+        has_gaps = bool(self._outside.any())
+        if has_gaps:
+            self.memory.view(np.uint8)[...] = POISON
+        view = view_of(self.memory, layout, core_rank)
         if values is not None:
-            self.host[...] = values
-            source = ctypes.c_void_p(self.host.ctypes.data)
-            bytes_ = ctypes.c_size_t(self.host.nbytes)
+            view[...] = values
+        self.host = np.broadcast_to(view, shape) if layout == "shared" else view
+        self.core_rank = core_rank
+        self.pointer = ctypes.c_uint64()
+        size = ctypes.c_size_t(max(1, self.memory.nbytes))
+        driver("cuMemAlloc_v2", ctypes.byref(self.pointer), size)
+        if values is not None or has_gaps:
+            source = ctypes.c_void_p(self.memory.ctypes.data)
+            bytes_ = ctypes.c_size_t(self.memory.nbytes)
             driver("cuMemcpyHtoD_v2", self.pointer, source, bytes_)
 
-    def tensor(self, core_rank: int) -> Any:
-        tensor = api.view(self.host, core_rank)
-        tensor.data = self.pointer.value
+    @property
+    def tensor(self) -> Any:
+        tensor = api.view(self.host, self.core_rank)
+        start = self.host.ctypes.data - self.memory.ctypes.data
+        tensor.data = self.pointer.value + start
         return tensor
 
     def fetch(self) -> np.ndarray:
-        target = ctypes.c_void_p(self.host.ctypes.data)
-        bytes_ = ctypes.c_size_t(self.host.nbytes)
+        target = ctypes.c_void_p(self.memory.ctypes.data)
+        bytes_ = ctypes.c_size_t(self.memory.nbytes)
         driver("cuMemcpyDtoH_v2", target, self.pointer, bytes_)
+        width = self.memory.itemsize
+        outside = np.repeat(self._outside, width, axis=-1)
+        assert np.all(self.memory.view(np.uint8)[outside] == POISON), "wrote in a gap"
         return self.host
 
     def __del__(self):
@@ -96,6 +145,8 @@ class Case:
     deterministic: bool = False
     hidden_nan: bool = False
     out_low: bool = False
+    d_lse: bool = False
+    layout: str = "dense"  # see view_of; outputs are never shared
 
 
 CASES = [
@@ -130,6 +181,13 @@ CASES = [
     Case(T=150, S=260, H=128, gradients="float32", is_causal=True),
     Case(T=300, S=300, H=128, K=2, is_causal=True, deterministic=True),
     Case(T=140, S=140, H=128, is_causal=True, hidden_nan=True),
+    # Strided arrays. Rows that are not aligned are served by the portable kernels.
+    *(
+        Case(T=T, S=150, H=H, layout=layout, is_causal=True, out_low=True, d_lse=True)
+        for layout in ("row_gaps", "heads_first", "shared", "unaligned")
+        for T, H in ((140, 64), (70, 128), (140, 192), (70, 256))
+    ),
+    Case(T=70, S=70, H=128, layout="row_gaps", gradients="float32"),
 ]
 
 
@@ -150,86 +208,96 @@ def run(direction: str, params: Any, launch: Launch = call_once) -> None:
     driver("cuCtxSynchronize")
 
 
+class Arrays:
+    """Makes the arrays of a case."""
+
+    def __init__(self, case: Case):
+        self.rng = np.random.default_rng(case.T + case.S + case.H)
+        self.layout = case.layout
+        self.output_layout = "dense" if case.layout == "shared" else case.layout
+
+    def random(self, shape, dtype, core_rank=3, nan_row=None) -> DeviceArray:
+        stored = (1, *shape[1:]) if self.layout == "shared" else shape
+        values = self.rng.standard_normal(stored).astype(dtype)
+        if nan_row is not None:
+            values[:, nan_row] = np.nan
+        return DeviceArray(shape, dtype, values, self.layout, core_rank)
+
+    def unwritten(self, shape, dtype, core_rank=3) -> DeviceArray:
+        return DeviceArray(shape, dtype, None, self.output_layout, core_rank)
+
+
+def scalar_operands(case: Case) -> dict[str, np.ndarray]:
+    """The operands of a case with one number per batch element, as the C API names."""
+    scalars: dict[str, np.ndarray] = {}
+    if case.scale is not None:
+        scalars["scale"] = np.full(2, case.scale, np.float32)
+    if case.lengths is not None:
+        lengths = np.asarray(case.lengths, np.int32)
+        scalars["q_seq_lengths"], scalars["kv_seq_lengths"] = lengths
+    if case.offset is not None:
+        scalars["query_offset"] = np.asarray(case.offset, np.int32)
+    return scalars
+
+
 def check(case: Case, launch: Launch = call_once) -> None:
     """Runs a case forward and backward and compares it with the oracle."""
-    rng = np.random.default_rng(case.T + case.S + case.H)
-    dtype = np.dtype(getattr(ml_dtypes, case.dtype, case.dtype))
+    dtype = DTYPES[case.dtype]
     B, T, S, N, K, H = 2, case.T, case.S, case.N, case.K, case.H
-
-    def random(*shape):
-        values = rng.standard_normal(shape).astype(dtype)
-        return DeviceArray(shape, dtype, values)
-
-    q, k, v = random(B, T, N, H), random(B, S, K, H), random(B, S, K, H)
-    d_out = random(B, T, N, H)
-    if case.hidden_nan:
-        v.host[:, 100] = np.nan
-        v = DeviceArray(v.host.shape, dtype, v.host)
-    out = DeviceArray((B, T, N, H), dtype)
-    lse = DeviceArray((B, N, T), np.float32)
+    arrays = Arrays(case)
+    q, k = arrays.random((B, T, N, H), dtype), arrays.random((B, S, K, H), dtype)
+    nan_row = 100 if case.hidden_nan else None
+    v = arrays.random((B, S, K, H), dtype, nan_row=nan_row)
+    out = arrays.unwritten((B, T, N, H), dtype)
+    lse = arrays.unwritten((B, N, T), np.float32, 2)
     params = api.forward_params(
         q.host, k.host, v.host, out.host, lse.host, is_causal=case.is_causal
     )
     params.deterministic = case.deterministic
-    arrays = {"q": q, "k": k, "v": v, "out": out}
+    for name, array in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items():
+        setattr(params, name, array.tensor)
     call: dict[str, Any] = {"query": q.host, "key": k.host, "value": v.host}
     call["is_causal"] = case.is_causal
-    scalars: dict[str, Any] = {}
-    if case.scale is not None:
-        scalars["scale"] = np.full(B, case.scale, np.float32)
-        call["scale"] = case.scale
-    if case.lengths is not None:
-        lengths = np.asarray(case.lengths, np.int32)
-        scalars["q_seq_lengths"], scalars["kv_seq_lengths"] = lengths
-        call["query_seq_lengths"] = scalars["q_seq_lengths"]
-        call["key_value_seq_lengths"] = scalars["kv_seq_lengths"]
-    if case.offset is not None:
-        scalars["query_offset"] = np.asarray(case.offset, np.int32)
-        call["query_offset"] = scalars["query_offset"]
-    scalars = {n: DeviceArray(x.shape, x.dtype, x) for n, x in scalars.items()}
-    for name, array in arrays.items():
-        setattr(params, name, array.tensor(3))
-    for name, array in scalars.items():
-        setattr(params, name, array.tensor(0))
-    params.lse = lse.tensor(2)
+    scalars = []  # on the GPU for as long as the call runs
+    for name, values in scalar_operands(case).items():
+        scalars.append(DeviceArray(values.shape, values.dtype, values, core_rank=0))
+        setattr(params, name, scalars[-1].tensor)
+        call[ORACLE_NAMES.get(name, name)] = case.scale if name == "scale" else values
+
     run("forward", params, launch)
-    want, want_lse = oracle.forward(call)
-    tolerance = 4 * FORWARD_TOLERANCE[case.dtype]
-    assert_close(out.fetch(), want, tolerance, "out")
-    assert_close(lse.fetch(), np.swapaxes(want_lse, 1, 2), 1e-4, "lse")
+    assert_forward(call, out.fetch(), np.swapaxes(lse.fetch(), 1, 2))
     if case.out_low:
         # The differentiated forward pass: the backward one reads what it leaves.
-        out = DeviceArray(out.host.shape, dtype)
-        out_low = DeviceArray(out.host.shape, np.int8)
-        params.out, params.out_low = out.tensor(3), out_low.tensor(3)
+        out = arrays.unwritten((B, T, N, H), dtype)
+        out_low = arrays.unwritten((B, T, N, H), np.int8)
+        params.out, params.out_low = out.tensor, out_low.tensor
         run("forward", params, launch)
         whole = with_low_bits(out.fetch(), out_low.fetch())
-        assert_close(whole, want, tolerance, "out with out_low")
+        want, _ = oracle.forward(call)
+        last_bit = 2.0**-15 * np.abs(want) + 1e-7
+        assert_close(whole, want, out_tolerance(call) + last_bit, "out with out_low")
         assert out_low.host.any()
 
-    grad_dtype = np.dtype(case.gradients or dtype)
-    grads = {
-        "query": DeviceArray(q.host.shape, grad_dtype),
-        "key": DeviceArray(k.host.shape, grad_dtype),
-        "value": DeviceArray(v.host.shape, grad_dtype),
+    gradient_dtype = DTYPES[case.gradients or case.dtype]
+    gradients = {
+        name: arrays.unwritten(array.host.shape, gradient_dtype)
+        for name, array in {"query": q, "key": k, "value": v}.items()
     }
-    dscale = DeviceArray((B, N, T), np.float32)
+    dscale = arrays.unwritten((B, N, T), np.float32, 2)
+    d_out = arrays.random((B, T, N, H), dtype)
+    d_lse = arrays.random((B, N, T), np.float32, 2)
     backward = api.BackwardParams(ctypes.sizeof(api.BackwardParams), params)
-    backward.d_out = d_out.tensor(3)
-    for field, array in zip(("dq", "dk", "dv"), grads.values(), strict=True):
-        setattr(backward, field, array.tensor(3))
-    backward.dscale = dscale.tensor(2)
+    backward.d_out = d_out.tensor
+    if case.d_lse:
+        backward.d_lse = d_lse.tensor
+    for field, array in zip(("dq", "dk", "dv"), gradients.values(), strict=True):
+        setattr(backward, field, array.tensor)
+    backward.dscale = dscale.tensor
     run("backward", backward, launch)
-    dscale.fetch()
-    fetched = {name: array.fetch() for name, array in grads.items()}
-    if case.hidden_nan:
-        return
-    no_d_lse = np.zeros((B, T, N))
-    want_grads = oracle.backward(call, d_out.host, no_d_lse)
-    sizes = oracle.backward(call, d_out.host, no_d_lse, absolute=True)
-    for name, got in fetched.items():
-        atol = GRADIENT_TOLERANCE[case.dtype] * np.max(sizes[name], initial=0.0)
-        assert_close(got, want_grads[name], atol, f"d{name}")
+    got = {name: array.fetch() for name, array in gradients.items()}
+    got["scale_rows"] = dscale.fetch()
+    cotangent = np.swapaxes(d_lse.host, 1, 2) if case.d_lse else 0.0
+    assert_gradients(call, got, d_out.host, cotangent)
 
 
 def use_first_device() -> None:

@@ -1,10 +1,13 @@
 """Arguments that change the scores, against the oracle, with every gradient."""
 
+import jax
 import numpy as np
 import oracle
 import pytest
 from calls import QKV, cotangents, make_call, run, run_gradients
 from compare import assert_equal, assert_forward, assert_gradients
+
+from jaxflash import arguments
 
 pytestmark = pytest.mark.implementations("reference")
 
@@ -212,6 +215,25 @@ def test_alibi(implementation, shape):
 @pytest.mark.parametrize(("H", "Hv"), [(24, 16), (16, 24), (12, 1), (1, 12)])
 def test_value_head_dim_of_its_own(implementation, dtype, H, Hv):
     check(make(dtype, H=H, Hv=Hv, is_causal=True), implementation)
+
+
+PRECISION = jax.lax.Precision
+
+
+@pytest.mark.parametrize(
+    "one", [*PRECISION, "highest", "high", "tensorfloat32"], ids=str
+)
+def test_pair_of_equal_precisions_is_that_precision(one):
+    assert arguments.precision((one, one)) == arguments.precision(one)
+    assert arguments.precision([one, one]) == arguments.precision(one)
+
+
+@pytest.mark.parametrize(
+    "pair", [(PRECISION.HIGHEST, PRECISION.DEFAULT), ("highest", "high")], ids=str
+)
+def test_pair_of_unequal_precisions_is_refused(implementation, pair):
+    with pytest.raises(ValueError, match=r"precision must be the same for both.*\(.*,"):
+        run(make(precision=pair), implementation)
 
 
 def test_all_arguments_at_once(implementation):

@@ -80,8 +80,24 @@ def test_command_line_changes_the_grid():
         (3, 128, 6, 2),
     }
     assert all(c.is_causal for c in cases)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--heads 6 --kv-heads 4", "--kv-heads 4 must divide"),
+        ("--kv-heads 3", "--kv-heads 3 must divide the number of heads, got 8 heads"),
+        ("--length 100 128 --tokens 300", "300 must be a multiple of --length 128"),
+        ("--tokens 100", "--tokens 100 must be a multiple of --length 512"),
+        ("--head-dim 48 --hidden 100", "100 must be a multiple of --head-dim 48"),
+        ("--batch 2 --tokens 128", "--tokens: not allowed with argument --batch"),
+        ("--heads 2 --hidden 128", "--hidden: not allowed with argument --heads"),
+    ],
+)
+def test_command_line_refuses_sizes_that_do_not_fit(options, text, capsys):
     with pytest.raises(SystemExit):
-        command.parse(["--heads", "6", "--kv-heads", "4"])
+        command.grid(command.parse(options.split()), "cpu")
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--length", "--batch", "--rounds", "--budget-s"])
@@ -181,6 +197,23 @@ def test_budget_stops_and_keeps_what_is_done(monkeypatch, tmp_path):
     assert saved == [0, 0, 1, 2, 3, 4, 5, 6, 7, 8]
 
 
+def test_sweep_is_not_complete_if_a_case_before_the_last_was_left_out(monkeypatch):
+    cases = Grid(("float32",), (16,), (32,), batch=1, num_heads=2).cases()[:3]
+    monkeypatch.setattr(session.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(
+        session.Session,
+        "_long_calls_s",
+        lambda self, case: 1e9 if case is cases[1] else 0.0,
+    )
+    saved = []
+    options = {
+        "budget_s": 1e8,
+        "save": lambda s: saved.append(([r.case for r in s.results], s.complete)),
+    }
+    run(monkeypatch, cases, options=options, good=good)
+    assert saved[-1] == ([cases[0], cases[2]], False)
+
+
 def test_calls_that_would_take_too_long_are_skipped(monkeypatch):
     short, long = (
         Case("float32", 1, t, t, 2, 2, 16, False, "forward") for t in (32, 128)
@@ -196,11 +229,28 @@ def test_host_memory_is_not_overrun(monkeypatch):
     assert results["good"].status == "out of memory"
 
 
-def test_command_writes_everything(monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def _quick_command(monkeypatch):
     monkeypatch.setattr(command, "Protocol", lambda **_: FAST)
     monkeypatch.setattr(
         session, "matmul_program", lambda dtype, _: peers.matmul_program(dtype, 64)
     )
+
+
+@pytest.mark.usefixtures("_quick_command")
+@pytest.mark.parametrize(
+    ("options", "reached"),
+    [("--budget-s 1e-9", 0), ("--mask full --direction forward --peers cudnn", 1)],
+)
+def test_command_fails_if_nothing_was_measured(options, reached, tmp_path, capsys):
+    options += " --length 64 --head-dim 16 --dtype float32 --no-plots --out"
+    assert command.main([*options.split(), str(tmp_path)]) == 1
+    text = capsys.readouterr().err
+    assert f"nothing was measured: {reached} of" in text
+
+
+@pytest.mark.usefixtures("_quick_command")
+def test_command_writes_everything(tmp_path, capsys):
     options = "--length 64 --head-dim 16 --dtype float32 --peers jaxflash xla --out"
     assert command.main([*options.split(), str(tmp_path)]) == 0
     record = json.loads((tmp_path / "results.json").read_text())

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import re
+import subprocess
+import sys
 
 import c_api
 import pytest
@@ -215,3 +219,35 @@ def test_the_query_covers_the_workspace(device):
         assert query(ctypes.byref(of_call), ctypes.byref(size)) == c_api.OK
         answer = answer_of(direction, params, device)
         assert answer.workspace_bytes <= size.value
+
+
+WITHOUT_DEVICES = """
+import ctypes, c_api, c_explain
+params = c_explain.make_params()
+for direction, of_call in (("forward", params.forward), ("backward", params)):
+    run = c_api.entry(direction, backend="cuda")
+    print(run(ctypes.byref(of_call), None, 0, None), c_api.last_error())
+    print(c_explain.ask(direction, params, None)[0], c_api.last_error())
+"""
+
+
+@needs_cuda
+def test_what_the_cuda_runtime_reports_is_internal():
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    process = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DEVICES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
+    assert len(lines) == 4
+    # The call, the error's name, its text and its number.
+    expected = rf"{c_api.INTERNAL} cudaGetDevice: cudaError\w+: .+ \(\d+\)"
+    assert all(re.fullmatch(expected, line) for line in lines), lines

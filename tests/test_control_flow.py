@@ -10,11 +10,10 @@ from calls import QKV, make_call
 from compare import assert_close
 from tracing import count
 
-from jaxflash import dot_product_attention
+from jaxflash import checkpoint_policies, dot_product_attention
 
 LAYERS = 4
 TOLERANCE = {"float32": 1e-5, "float16": 1e-2}
-NAMES = ("jaxflash_out", "jaxflash_lse")
 
 
 def layer(x, weight, implementation, length=None):
@@ -81,14 +80,14 @@ def test_jvp_in_scan_and_checkpoint(implementation, inputs, working_dtype):
 
 POLICIES = [
     (None, 2 * LAYERS),
-    (jax.checkpoint_policies.save_only_these_names(*NAMES), LAYERS),
+    (checkpoint_policies.save_attention, LAYERS),
     (jax.checkpoint_policies.everything_saveable, LAYERS),
     (jax.checkpoint_policies.nothing_saveable, 2 * LAYERS),
 ]
 
 
 @pytest.mark.parametrize(
-    ("policy", "forwards"), POLICIES, ids=["default", "names", "all", "nothing"]
+    ("policy", "forwards"), POLICIES, ids=["default", "attention", "all", "nothing"]
 )
 def test_remat_reruns_the_forward_unless_its_results_are_saved(
     implementation, inputs, working_dtype, policy, forwards
@@ -105,13 +104,14 @@ def test_remat_reruns_the_forward_unless_its_results_are_saved(
     )
 
 
-def test_remat_in_scan_saves_by_name(implementation, inputs):
+def test_remat_in_scan_saves_attention(implementation, inputs):
     counts = {}
-    for name, policy in (("default", None), ("names", POLICIES[1][0])):
+    policies = {"default": None, "attention": checkpoint_policies.save_attention}
+    for name, policy in policies.items():
         wrap = functools.partial(jax.checkpoint, policy=policy)
         jaxpr = jax.make_jaxpr(jax.grad(scanned(implementation, wrap)))(*inputs)
         counts[name] = count(jaxpr, "attention_forward")
-    assert counts == {"default": 2, "names": 1}
+    assert counts == {"default": 2, "attention": 1}
 
 
 def test_grad_runs_one_forward_and_one_backward(implementation, inputs):

@@ -170,6 +170,60 @@ def test_nan_scale_is_no_uniform_mean(implementation, working_dtype):
     assert np.all(np.isnan(np.asarray(lse)))
 
 
+def check_blind_rows(call, implementation, blind):
+    """Rows [B, T] that see no key give exactly nothing, whatever the others give."""
+    out, lse = (np.asarray(x, np.float64) for x in run(call, implementation))
+    assert np.all(out[blind] == 0)
+    assert np.all(lse[blind] == -np.inf)
+    grads = run_gradients(call, implementation, *cotangents(call))
+    assert np.all(np.asarray(grads["query"], np.float64)[blind] == 0)
+    return out, lse, grads
+
+
+# 20: the portable CUDA kernels, also on Hopper.
+@pytest.mark.parametrize("H", [20, 64, 192])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_visible_garbage_leaves_padded_rows_empty(
+    implementation, dtype, bad, is_causal, H
+):
+    call = make_call(150, 140, N=2, K=1, H=H, dtype=dtype, is_causal=is_causal)
+    lengths = np.array([70, 0], np.int32)
+    call["query_seq_lengths"] = lengths
+    call["key"][:, 3, 0, 2] = bad
+    call["value"][:, 5] = bad
+    out, _, _ = check_blind_rows(
+        call, implementation, np.arange(150) >= lengths[:, None]
+    )
+    assert not np.isfinite(out[0, 5:70]).any()
+
+
+@pytest.mark.parametrize("hidden_by", ["length", "causal", "query_length"])
+@pytest.mark.parametrize("H", [20, 64, 192])
+def test_nan_scale_leaves_rows_without_keys_empty(
+    implementation, working_dtype, hidden_by, H
+):
+    call = make_call(90, 80, N=2, K=1, H=H, dtype=working_dtype)
+    call["scale"] = np.array(np.nan, np.float32)
+    blind = np.zeros((2, 90), bool)
+    if hidden_by == "length":
+        call["key_value_seq_lengths"] = np.array([0, 80], np.int32)
+        blind[0] = True
+    elif hidden_by == "causal":
+        call |= {"is_causal": True, "query_offset": -21}
+        blind[:, :21] = True
+    else:
+        call["query_seq_lengths"] = np.array([0, 70], np.int32)
+        blind[0], blind[1, 70:] = True, True
+    out, lse, grads = check_blind_rows(call, implementation, blind)
+    assert np.all(np.isnan(out[~blind]))
+    assert np.all(np.isnan(lse[~blind]))
+    if hidden_by != "causal":
+        # Nobody sees the keys of the first batch element.
+        assert not np.asarray(grads["key"][0]).any()
+        assert not np.asarray(grads["value"][0]).any()
+
+
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("offset", [INT32.max, INT32.min, 2**30, -(2**30)])
 def test_extreme_query_offsets_do_not_wrap(

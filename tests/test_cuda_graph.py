@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import importlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -113,3 +114,30 @@ def test_graphs_of_a_c_api_caller_can_be_launched_again(H, deterministic):
     # could hold the results already.
     sanitize.check(dataclasses.replace(case, T=180))
     sanitize.check(case, replayed)
+
+
+# Whoever waits for a stream whose work is recorded breaks the record, and what is
+# launched there from then on fails. The next call on a good stream does not.
+@pytest.mark.parametrize("H", HEAD_DIMS)
+def test_failed_launches_are_reported_by_the_call_that_made_them(H):
+    sanitize = importlib.import_module("sanitize")
+    sanitize.use_first_device()
+    messages = []
+
+    def broken(enqueue):
+        enqueue(None)  # loads the kernels
+        stream, graph = ctypes.c_void_p(), ctypes.c_void_p()
+        non_blocking, this_thread_alone = 1, 1
+        sanitize.driver("cuStreamCreate", ctypes.byref(stream), non_blocking)
+        sanitize.driver("cuStreamBeginCapture_v2", stream, this_thread_alone)
+        assert sanitize.CUDA.cuStreamSynchronize(stream) != 0
+        with pytest.raises(RuntimeError) as failure:
+            enqueue(stream)
+        messages.append(str(failure.value))
+        assert sanitize.CUDA.cuStreamEndCapture(stream, ctypes.byref(graph)) != 0
+        sanitize.driver("cuStreamDestroy_v2", stream)
+
+    sanitize.check(sanitize.Case(T=60, S=70, H=H), broken)
+    assert len(messages) == 2
+    for message, direction in zip(messages, ("forward", "backward"), strict=True):
+        assert re.search(rf"{direction}.*: cudaErrorStreamCapture\w+: .+ \(90", message)

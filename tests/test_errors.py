@@ -1,6 +1,7 @@
 """Bad input: which exception, and whether its text lets the user mend the call."""
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from calls import make_call
 
-from jaxflash import dot_product_attention
+from jaxflash import dot_product_attention, explain, ffi
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
 WRONG = (TypeError, ValueError)
@@ -234,3 +235,54 @@ def test_a_backend_of_another_platform_is_refused_by_name(backend):
         needles = ("implementation", backend, "reference")
         check(jax.jit(attention), NotImplementedError, needles)
         check(attention, NotImplementedError, needles)
+
+
+@pytest.mark.parametrize("name", ["key", "value", "query_seq_lengths", "scale"])
+def test_inputs_on_two_devices_are_named(name):
+    one, other = jax.devices("cpu")[:2]
+    call = good_call() | {"query_seq_lengths": lengths(T, 3)}
+    call["scale"] = np.ones((), np.float32)
+    call = {n: jax.device_put(x, other if n == name else one) for n, x in call.items()}
+    needles = (name, "query", str(one), str(other), "jax.device_put")
+    check(lambda: dot_product_attention(**call), ValueError, needles)
+    # Arrays that nobody placed go where the others are.
+    call[name] = jnp.asarray(np.asarray(call[name]))
+    assert dot_product_attention(**call).devices() == {one}
+
+
+def fake_gpus(monkeypatch, *capabilities):
+    """A build with CUDA kernels on a machine with these GPUs."""
+    gpus = [
+        types.SimpleNamespace(device_kind=f"GPU {text}", compute_capability=text)
+        for text in capabilities
+    ]
+    cpu = ffi.load("cpu")
+    monkeypatch.setattr(ffi, "load", lambda backend: cpu)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: gpus)
+
+
+@pytest.fixture
+def _device_is_looked_up():
+    """Not remembered from, nor for, other tests."""
+    ffi._device_refusal.cache_clear()
+    yield
+    ffi._device_refusal.cache_clear()
+
+
+@pytest.mark.usefixtures("_device_is_looked_up")
+def test_a_gpu_that_is_too_old_is_named(monkeypatch):
+    fake_gpus(monkeypatch, "9.0", "7.5")
+    arrays = make_call(T, S, dtype="float16")
+    needles = ("cuda", "GPU 7.5", "sm_75", "sm_80", "implementation")
+    check(lambda: dot_product_attention(**arrays, implementation="cuda"),
+          NotImplementedError, needles)  # fmt: skip
+    choice = explain(**arrays, platform="cuda").forward
+    assert choice.implementation == "reference"
+    assert "GPU 7.5 (sm_75)" in choice.reason
+
+
+@pytest.mark.usefixtures("_device_is_looked_up")
+@pytest.mark.parametrize("capabilities", [(), ("8.0", "9.0"), ("12.0",)])
+def test_other_gpus_are_not_refused(monkeypatch, capabilities):
+    fake_gpus(monkeypatch, *capabilities)
+    assert ffi.unavailable("cuda") is None

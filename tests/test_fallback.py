@@ -1,6 +1,8 @@
 """What implementation=None does with a call that no kernel serves."""
 
+import sys
 import warnings
+from typing import Any
 
 import jax
 import numpy as np
@@ -60,6 +62,36 @@ def test_the_warning_comes_once():
         run(other, None)
     with pytest.warns(UserWarning, match="mask"):
         run(call_of("mask"), None)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.grad])
+def test_the_warning_points_at_the_line_that_called(transform):
+    call = call_of("softcap")
+
+    def loss(query):
+        return dot_product_attention(**(call | {"query": query})).sum()
+
+    with pytest.warns(UserWarning, match="softcap") as caught:
+        transform(loss)(jax.numpy.asarray(call["query"]))
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_a_source_tree_that_hides_the_installed_package_is_named(
+    backend, tmp_path, monkeypatch
+):
+    load: Any = ffi.load.__wrapped__
+    monkeypatch.setitem(sys.modules, f"jaxflash._{backend}", None)
+    monkeypatch.setattr(ffi, "__file__", str(tmp_path / "jaxflash" / "ffi.py"))
+    assert "not part of this installation" in load(backend)
+    (tmp_path / "csrc").mkdir()
+    if backend == "cuda":  # missing beside compiled cpu kernels: a CPU-only build
+        assert "not part of this installation" in load(backend)
+    monkeypatch.setitem(sys.modules, "jaxflash._cpu", None)
+    text = load(backend)
+    assert f"not compiled in the source tree {tmp_path / 'jaxflash'}" in text
+    assert "another folder" in text
+    assert "python -P" in text
 
 
 def test_gradients_fall_back_with_the_forward():

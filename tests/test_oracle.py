@@ -5,8 +5,8 @@ import math
 import numpy as np
 import oracle
 import pytest
-from calls import make_call
-from compare import assert_close, jax_nn_attention
+from calls import QKV, cotangents, make_call
+from compare import assert_close, assert_gradients, jax_nn_attention
 
 
 def every_argument(seed: int = 0) -> dict:
@@ -163,3 +163,19 @@ def test_assert_close_rejects_values_that_are_not_finite(bad):
     with pytest.raises(AssertionError, match="got 1"):
         assert_close(np.ones(2), np.array([1.0, bad]), 1e30)
     assert_close(np.array([bad]), np.array([bad]), 0.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_assert_gradients_rejects_one_position_of_zeros(dtype):
+    # The last keys of a causal call have the smallest gradients by far.
+    call = make_call(192, batch=(1,), N=2, K=1, dtype=dtype, is_causal=True)
+    cts = cotangents(call)
+    exact = oracle.backward(call, *cts)
+    grads = {name: exact[name].astype(call[name].dtype) for name in QKV}
+    assert_gradients(call, grads, *cts)
+    for name in QKV:
+        for position in (100, 191):
+            wrong = grads[name].copy()
+            wrong[0, position, 0] = 0
+            with pytest.raises(AssertionError, match=rf"d{name}\(0, {position}, 0,"):
+                assert_gradients(call, {name: wrong}, *cts)

@@ -12,6 +12,7 @@ import pytest
 from calls import cotangents, make_call
 from compare import assert_close
 
+import jaxflash
 from jaxflash import layout, reference
 from jaxflash.spec import CORE_AXES, DIFFERENTIABLE, Spec
 
@@ -195,3 +196,20 @@ def test_second_derivative_in_blocks_equals_that_of_dense(problem):
     for name, leaf in want.items():
         size = float(jnp.abs(leaf).max())
         assert_close(got[name], leaf, 1e-11 * max(size, 0.1), name)
+
+
+def test_weights_below_the_normal_numbers_of_float16_count():
+    """Each of 32,768 keys weighs 2^-15, of which float16 has only a subnormal."""
+    S = 32768
+    query, key = np.zeros((1, 8, 1, 8), np.float16), np.zeros((1, S, 1, 8), np.float16)
+    value = np.ones_like(key)
+
+    def attend(*arrays):
+        return jaxflash.dot_product_attention(*arrays, implementation="reference")
+
+    out, transpose = jax.vjp(attend, query, key, value)
+    d_value = transpose(jnp.full_like(out, 100))[2]
+    _, t_out = jax.jvp(attend, (query, key, value), (query, key, value))
+    np.testing.assert_array_equal(out, np.ones_like(query))
+    np.testing.assert_allclose(d_value, 8 * 100 / S, rtol=2e-3)
+    np.testing.assert_array_equal(t_out, np.ones_like(query))

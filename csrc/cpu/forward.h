@@ -55,7 +55,7 @@ struct ForwardBlocks {
     panels = std::min(192 / kPanel, (kScratchFloats - fixed) / per_panel);
     // Enough tasks for every thread, and short ones at the end of the causal triangle.
     const int64_t wanted =
-        std::max<int64_t>(4 * threads / std::max<int64_t>(heads, 1), 1);
+        std::max<int64_t>(int64_t{4} * threads / std::max<int64_t>(heads, 1), 1);
     const int64_t even = rows / (wanted * kPanel);
     panels = static_cast<int>(std::clamp<int64_t>(even, 1, panels));
   }
@@ -254,16 +254,20 @@ class ForwardTask {
     const float* o = o_panels_ + static_cast<int64_t>(p) * head_dim_ * kPanel;
     for (int i = 0; i < rows; ++i) {
       const float l = sum_[p * kPanel + i];
+      // With a scale of NaN, hidden keys count.
+      if (l == 0.0f || key_limit(row + i) == 0) {
+        store_empty(row + i);
+        continue;
+      }
       float column[kMaxHeadDim];
       for (int h = 0; h < head_dim_; ++h) column[h] = o[h * kPanel + i];
       // Divided by the sum of the very weights it is made of, out is an exact mean of
       // rows of V; the sum that is not rounded is what lse is about.
-      const float inverse = l == 0.0f ? 0.0f : 1.0f / rounded_sum_[p * kPanel + i];
+      const float inverse = 1.0f / rounded_sum_[p * kPanel + i];
       store_row(column, inverse, head_dim_, out_.row(row + i), out_.column_stride);
       store_low_bits(column, inverse, row + i);
       const float m = max_[p * kPanel + i] * factor_;
-      *lse_.row(row + i) =
-          l == 0.0f ? -kInfinity : static_cast<float>(m + std::log(double{l}));
+      *lse_.row(row + i) = static_cast<float>(m + std::log(double{l}));
     }
   }
 

@@ -63,12 +63,6 @@ inline int64_t group_size(const jaxflash_attention_params& p) {
   return p.num_heads / p.num_kv_heads;
 }
 
-inline int64_t batch_size(const jaxflash_attention_params& p) {
-  int64_t size = 1;
-  for (int axis = 0; axis < p.batch_rank; ++axis) size *= p.batch_shape[axis];
-  return size;
-}
-
 // Calls body(i) for every i in [0, count), on the threads of the executor if any.
 template <class Body>
 void parallel_for(const jaxflash_executor* executor, int64_t count, const Body& body) {

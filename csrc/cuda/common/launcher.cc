@@ -26,6 +26,10 @@ void Launcher::launch(const void* kernel, const Grid& grid, const void* argument
 }
 
 void Launcher::explain(const char* name, const TileShape& tile, const Grid& grid) {
+  if (explanation_->num_kernels == JAXFLASH_MAX_KERNELS) {
+    error_ = cudaErrorInvalidValue;  // the header has room for fewer than a pass needs
+    return;
+  }
   jaxflash_kernel& kernel = explanation_->kernels[explanation_->num_kernels++];
   kernel.name = name;
   kernel.block_q = tile.block_q;

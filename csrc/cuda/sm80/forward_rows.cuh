@@ -190,6 +190,8 @@ struct ForwardRows {
   __device__ __forceinline__ void finish(int lane, const Visible& visible, int lane_row,
                                          int q_len, float scale, float scale_log2,
                                          float* lse, int64_t lse_stride) {
+    bool empty[kRowsPerLane];
+    bool any_empty = false;
 #pragma unroll
     for (int r = 0; r < kRowsPerLane; ++r) {
       float sum = row_sum[r];
@@ -198,8 +200,9 @@ struct ForwardRows {
       const int row = lane_row + 8 * r;
       // Padded rows are zeros in shared memory and saw keys all the same; and with a
       // scale of NaN, hidden keys count.
-      const bool empty = sum == 0.f || !visible.sees_keys(row);
-      const float inverse = empty ? 0.f : 1.f / rounded_sum[r / 2][2 * (r % 2)];
+      empty[r] = sum == 0.f || !visible.sees_keys(row);
+      any_empty |= empty[r];
+      const float inverse = 1.f / rounded_sum[r / 2][2 * (r % 2)];
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; ++n) {
         o[r / 2][n][2 * (r % 2)] *= inverse;
@@ -207,7 +210,16 @@ struct ForwardRows {
       }
       if (lane % 4 == 0 && row < q_len) {
         lse[row * lse_stride] =
-            empty ? -INFINITY : log_sum_exp(r, sum, fabsf(scale), scale_log2);
+            empty[r] ? -INFINITY : log_sum_exp(r, sum, fabsf(scale), scale_log2);
+      }
+    }
+    // What such rows have summed up may be inf or NaN, which no factor makes 0.
+    if (!__any_sync(~0u, any_empty)) return;
+#pragma unroll
+    for (int r = 0; r < kRowsPerLane; ++r) {
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+        if (empty[r]) o[r / 2][n][2 * (r % 2)] = o[r / 2][n][2 * (r % 2) + 1] = 0.f;
       }
     }
   }

@@ -14,6 +14,15 @@
 namespace jaxflash::sm80 {
 namespace {
 
+constexpr bool all_head_dims_have_tiles() {
+  for (int head_dim = 1; head_dim <= kMaxHeadDim; ++head_dim) {
+    if (forward_config_index(head_dim, kSharedMemoryEverywhere) < 0) return false;
+    if (backward_config_index(head_dim, kSharedMemoryEverywhere) < 0) return false;
+  }
+  return true;
+}
+static_assert(all_head_dims_have_tiles());
+
 // Whether every row starts on a whole chunk of 8 elements, so that rows may be moved in
 // chunks.
 bool rows_aligned(int64_t columns, std::initializer_list<const jaxflash_tensor*> all) {

@@ -2,6 +2,7 @@
 #include "sm90/run.h"
 
 #include <cstdint>
+#include <initializer_list>
 #include <iterator>
 
 #include "api/status.h"
@@ -13,6 +14,23 @@
 #include "sm90/tile_config.h"
 
 namespace jaxflash::sm90 {
+namespace {
+
+constexpr bool all_head_dims_have_tiles() {
+  for (int head_dim = 1; head_dim <= kMaxHeadDim; ++head_dim) {
+    for (const bool sum_columns : {false, true}) {
+      for (const bool few_rows : {false, true}) {
+        if (forward_config_index(head_dim, sum_columns, few_rows) < 0) return false;
+      }
+    }
+    if (backward_config_index(head_dim) < 0) return false;
+  }
+  return true;
+}
+static_assert(all_head_dims_have_tiles());
+
+}  // namespace
+
 bool backward_is_reproducible(const jaxflash_attention_backward_params& params) {
   const bool sums_dq = !kBackwardConfigs[backward_config(params.forward)].separate_dq();
   return params.forward.deterministic != 0 || !sums_dq || !wants_dq(params);

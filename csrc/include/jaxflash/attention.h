@@ -195,11 +195,14 @@ typedef struct jaxflash_explanation {
   jaxflash_kernel kernels[JAXFLASH_MAX_KERNELS]; /* in the order of their launches */
 } jaxflash_explanation;
 
-/* Text of a status, and the sentence that explains the last failure on the calling
- * thread: argument, what was expected, what came. Both live as long as the library. */
+/* Static text: the name of a status, and the version as "0.1.0". */
 JAXFLASH_API const char* jaxflash_status_name(jaxflash_status status);
-JAXFLASH_API const char* jaxflash_last_error(void);
 JAXFLASH_API const char* jaxflash_version(void);
+
+/* The sentence that explains the last failure on the calling thread: argument, what was
+ * expected, what came. It stays as it is until a call fails on this thread again, or
+ * the thread ends. */
+JAXFLASH_API const char* jaxflash_last_error(void);
 
 /* CPU. executor NULL: everything runs on the calling thread. Workspace: any alignment
  * of 64 bytes or more; NULL is fine where the query answers 0. */
