@@ -15,6 +15,7 @@
 #                       CUDA wheels, fetched for the build
 #   EDITABLE=           install a copy instead of a link to these sources
 #   PARALLEL=           run the tests in one process
+#   TESTS=tests/...     what `make test` and `make test-gpu` run, default all of tests
 #   ARGS=...            more arguments for pytest, the demo or the benchmark
 
 PYTHON ?= python3
@@ -22,6 +23,7 @@ VENV ?= .venv
 CUDA ?= auto
 EDITABLE ?= -e
 PARALLEL ?= -n auto --dist loadfile
+TESTS ?= tests
 ARGS ?=
 
 # A GPU in the machine brings the JAX that can use it.
@@ -60,10 +62,10 @@ demo: $(INSTALLED)
 	$(PY) examples/train_gpt.py $(ARGS)
 
 test: $(INSTALLED)
-	$(PY) -m pytest tests $(PARALLEL) $(ARGS)
+	$(PY) -m pytest $(TESTS) $(PARALLEL) $(ARGS)
 
 test-gpu: $(INSTALLED)
-	$(PY) -m pytest tests --require-gpu $(PARALLEL) $(ARGS)
+	$(PY) -m pytest $(TESTS) --require-gpu $(PARALLEL) $(ARGS)
 
 bench: $(INSTALLED)
 	$(PY) -m jaxflash.benchmark $(ARGS)
@@ -78,12 +80,20 @@ lint: $(INSTALLED) $(LINTERS)
 	$(PY) tools/check_kernels.py
 	$(TOOLS)pyright --pythonpath $$($(PY) -c 'import sys; print(sys.executable)')
 
+# The Hopper kernels without racecheck and initcheck: docs/kernels.md says why.
+SANITIZE := $(addprefix sm80:,memcheck racecheck synccheck initcheck) \
+  $(addprefix auto:,memcheck synccheck)
+
 sanitize: $(INSTALLED)
-	for tool in memcheck racecheck synccheck initcheck; do \
-	  echo "== $$tool"; \
-	  PATH="$$PATH:/usr/local/cuda/bin" compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    $(PY) tests/sanitize.py || exit 1; \
-	done
+	@failed=; \
+	for run in $(SANITIZE); do \
+	  kernels=$${run%:*} tool=$${run#*:}; \
+	  echo "== $$tool, JAXFLASH_CUDA_KERNELS=$$kernels"; \
+	  PATH="$$PATH:/usr/local/cuda/bin" JAXFLASH_CUDA_KERNELS=$$kernels \
+	    compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    $(PY) tests/sanitize.py || failed="$$failed $$run"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
 clean:
 	rm -rf build dist .venv* .pytest_cache .ruff_cache .hypothesis

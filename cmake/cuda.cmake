@@ -22,12 +22,15 @@ if(cuda_mode STREQUAL "OFF")
   return()
 endif()
 
-# Sets `nvcc` to the compiler of the wheels nvidia-cuda-nvcc and friends, if installed.
+# Sets `nvcc` to the compiler of the wheels nvidia-cuda-nvcc and friends, if installed,
+# and `wheel_python` to the interpreter that was asked for them.
 function(find_wheel_nvcc)
   find_package(Python 3.11 COMPONENTS Interpreter)
   if(NOT Python_Interpreter_FOUND)
+    set(wheel_python "a Python of at least 3.11" PARENT_SCOPE)
     return()
   endif()
+  set(wheel_python "${Python_EXECUTABLE}" PARENT_SCOPE)
   execute_process(
     COMMAND "${Python_EXECUTABLE}" -c
       "import importlib.util as u; s = u.find_spec('nvidia')
@@ -76,6 +79,7 @@ elseif(cuda_mode STREQUAL "AUTO")
                  "PATH, set CUDACXX, or set JAXFLASH_CUDA=pip to build with CUDA wheels")
 else()
   message(FATAL_ERROR "JAXFLASH_CUDA=${JAXFLASH_CUDA} needs nvcc, but none was found: "
-    "put it on PATH, set CUDACXX, or install the wheels nvidia-cuda-nvcc, -crt, "
-    "-runtime and -cccl for ${Python_EXECUTABLE}")
+    "put it on PATH, set CUDACXX, or install the wheels nvidia-cuda-nvcc, "
+    "nvidia-cuda-crt, nvidia-nvvm, nvidia-cuda-runtime and nvidia-cuda-cccl for "
+    "${wheel_python}")
 endif()

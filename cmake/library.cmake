@@ -2,8 +2,8 @@
 #
 # libjaxflash: the C API over all kernels, and its CMake package.
 
-# What every part of the library is compiled with; jaxflash_cpu and jaxflash_cuda
-# are object libraries that link it too.
+# What every part of the library is compiled with: jaxflash itself and the object
+# libraries of its kernels.
 add_library(jaxflash_options INTERFACE)
 target_include_directories(jaxflash_options INTERFACE
   ${PROJECT_SOURCE_DIR}/csrc ${PROJECT_SOURCE_DIR}/csrc/include)
@@ -19,13 +19,15 @@ target_include_directories(jaxflash INTERFACE
   $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/csrc/include>
   $<INSTALL_INTERFACE:${install_includedir}>)
 if(NOT SKBUILD)
+  # The library takes structs of its own exact size, and a minor version may change it.
   set_target_properties(jaxflash PROPERTIES
-    VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR})
+    VERSION ${PROJECT_VERSION}
+    SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
 endif()
 
 add_subdirectory(csrc/cpu)
 target_sources(jaxflash PRIVATE $<TARGET_OBJECTS:jaxflash_cpu>)
-if(JAXFLASH_WITH_CUDA AND EXISTS ${PROJECT_SOURCE_DIR}/csrc/cuda/CMakeLists.txt)
+if(JAXFLASH_WITH_CUDA)
   add_subdirectory(csrc/cuda)
   target_sources(jaxflash PRIVATE $<TARGET_OBJECTS:jaxflash_cuda>)
   if(TARGET jaxflash_cuda_sm90)

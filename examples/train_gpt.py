@@ -13,6 +13,7 @@ Written to --out: one JSON log per kind of attention, and loss.png.
 
 import argparse
 import json
+import math
 import pathlib
 import platform
 import sysconfig
@@ -47,6 +48,11 @@ DEFAULTS = {
         learning_rate=1e-3, dtype="bfloat16", seconds=170.0,
     ),
 }  # fmt: skip
+DTYPES = ("float32", "bfloat16", "float16")
+AT_LEAST = dict(
+    steps=1, batch=1, length=len(PROMPT), layers=1, heads=1, width=1, seconds=0,
+    eval_every=1, eval_batches=1, sample=0, seed=0,
+)  # fmt: skip
 
 
 def jax_nn_attention(implementation):
@@ -267,6 +273,11 @@ def plot(folder):
     plt.close(figure)
 
 
+def flag(name):
+    """The command line's name of a setting."""
+    return "--" + name.replace("_", "-")
+
+
 def parse(argv=None):
     """Command line, with the defaults of the backend that JAX runs on."""
     backend = "gpu" if jax.default_backend() == "gpu" else "cpu"
@@ -276,8 +287,12 @@ def parse(argv=None):
     )
     parser.add_argument("--attention", choices=ATTENTION, default="jaxflash")
     for name, default in DEFAULTS[backend].items():
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=type(default), default=default)
+        parser.add_argument(
+            flag(name),
+            type=type(default),
+            default=default,
+            choices=DTYPES if name == "dtype" else None,
+        )
     parser.add_argument("--eval-every", type=int, default=50)
     parser.add_argument("--eval-batches", type=int, default=4)
     parser.add_argument("--sample", type=int, default=400, help="bytes to print")
@@ -286,8 +301,18 @@ def parse(argv=None):
     args = parser.parse_args(argv)
     if args.attention == "cudnn" and backend != "gpu":
         parser.error("--attention cudnn needs an NVIDIA GPU, JAX found none")
-    if args.width % args.heads:
-        parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
+    for name, least in AT_LEAST.items():
+        got = getattr(args, name)
+        if not got >= least:
+            parser.error(f"{flag(name)} must be at least {least}, got {got}")
+    rate = args.learning_rate
+    if not 0 < rate < math.inf:
+        parser.error(f"--learning-rate must be above 0 and finite, got {rate}")
+    if args.width % (2 * args.heads):
+        parser.error(
+            f"--width must be a multiple of twice --heads, since the head dim must be "
+            f"even to be rotated, got --width {args.width} --heads {args.heads}"
+        )
     return args
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jaxflash.spec import CORE_AXES, MAX_OFFSET, UNLIMITED
+from jaxflash.spec import MAX_OFFSET, UNLIMITED
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _PRECISIONS = {
@@ -310,21 +310,28 @@ def dropout(rate: Any, key: Any, batch: tuple[int, ...]) -> tuple[float, Array |
 
 
 def precision(x: Any) -> int:
-    """The number of a precision in jaxflash.spec.Spec."""
+    """The number of a precision, or of a pair of equal ones, in jaxflash.spec.Spec."""
+    sides = x if isinstance(x, tuple | list) and len(x) == 2 else (x, x)
     try:
-        return _PRECISIONS[x]
+        first, second = (_PRECISIONS[side] for side in sides)
     except (KeyError, TypeError):
         names = sorted({str(name) for name in _PRECISIONS if isinstance(name, str)})
         raise ValueError(
-            f"precision must be None, a jax.lax.Precision or one of {names}, got {x!r}"
+            f"precision must be None, a jax.lax.Precision, one of {names} or a pair of "
+            f"equal ones, got {x!r}"
         ) from None
+    if first != second:
+        raise ValueError(
+            f"precision must be the same for both operands of a product, got {x!r}"
+        )
+    return first
 
 
 def one_device_set(operands: Mapping[str, Any]) -> None:
     """Refuses arrays that were put on different devices."""
     first = None
     for name, x in operands.items():
-        if name not in CORE_AXES or is_traced(x) or not getattr(x, "committed", False):
+        if is_traced(x) or not getattr(x, "committed", False):
             continue
         devices = x.devices()
         if first is None:

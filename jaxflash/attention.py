@@ -49,7 +49,9 @@ def dot_product_attention(
     A call with the arguments of `jax.nn.dot_product_attention` means what it means
     there, but: a row that sees no key gives 0 (jax.nn: the mean of value, or NaN); the
     residual is float32 and differentiable (jax.nn: cast to key's dtype, no gradient);
-    and implementations have names of their own. NaN or inf in keys and values that no
+    implementations have names of their own; and what has the wrong type or is out of
+    its range is an error (docs/differences-from-jax-nn.md lists what jax.nn lets
+    pass). NaN or inf in keys and values that no
     row may see has no effect on any result.
 
     Example:
@@ -90,7 +92,7 @@ def dot_product_attention(
         dropout_key: a JAX PRNG key; the same key drops the same weights on every
             backend.
         precision: as in jax.lax, for float32 inputs: None is float32-class accuracy,
-            "high" and "default" may trade it for speed.
+            "high" and "default" may trade it for speed. Of a pair, both must be equal.
         deterministic: gradients are the same bits in every run.
         implementation: "cuda" or "cpu" for the compiled kernels, "reference" for plain
             JAX in blocks of keys, or None for the kernels of the platform that the
@@ -113,7 +115,7 @@ def dot_product_attention(
             on this device or platform.
 
     Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691),
-    online softmax (arXiv 1805.02867).
+    FlashAttention-3 (arXiv 2407.08608), online softmax (arXiv 1805.02867).
     """
     q, k, v = arguments.query_key_value(query, key, value)
     *batch, q_len, num_heads, head_dim = q.shape

@@ -8,13 +8,24 @@ from jax._src import core as _core
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-# Marks arrays as varying over the same manual mesh axes. No public name in any version;
-# the first name is that of jax >= 0.10, the second that of 0.9.
-_unify = next(
-    getattr(_core, name)
-    for name in ("auto_insert_reshard", "standard_insert_pvary")
-    if hasattr(_core, name)
-)
+
+def _find_unify() -> Any:
+    """What marks arrays as varying over the same manual mesh axes.
+
+    It has no public name in any version of JAX: the first name is that of jax >= 0.10,
+    the second that of 0.9.
+    """
+    names = ("auto_insert_reshard", "standard_insert_pvary")
+    for name in names:
+        if hasattr(_core, name):
+            return getattr(_core, name)
+    raise ImportError(
+        f"jaxflash supports jax 0.9 to 0.12 and found jax {jax.__version__}, which has "
+        f"none of {', '.join(names)} in jax._src.core; install one that is supported"
+    )
+
+
+_unify = _find_unify()
 
 
 def bind(primitive, *args, **params):

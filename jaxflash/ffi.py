@@ -2,8 +2,12 @@
 
 import functools
 import importlib
+import importlib.util
+import inspect
 import itertools
 import math
+import pathlib
+import traceback
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
@@ -32,6 +36,9 @@ _FALLBACK = (
     "; the call runs implementation='reference' (exact, O(T) memory, slower). "
     "Pass implementation='reference' to choose it and silence this warning."
 )
+# Packages whose frames a warning skips, to point at the caller's line. JAX's own calls
+# pass through contextlib.
+_INSIDE = {"jaxflash", "jax", "contextlib"}
 # What the kernels call the gradients.
 _GRADIENTS = {
     "query": "dq",
@@ -52,6 +59,16 @@ def load(backend: str) -> ModuleType | str:
     try:
         module = importlib.import_module(f"jaxflash._{backend}")
     except ImportError as error:
+        package = pathlib.Path(__file__).parent
+        # An editable installation finds its modules elsewhere.
+        compiled = importlib.util.find_spec("jaxflash._cpu") is not None
+        if (package.parent / "csrc").is_dir() and not compiled:
+            return (
+                f"the {backend} kernels are not compiled in the source tree {package}, "
+                "which jaxflash was imported from and which hides an installed one; "
+                "start Python in another folder, as `python -P`, or as "
+                ".venv/bin/python after `make install`"
+            )
         return (
             f"the {backend} kernels are not part of this installation ({error}); "
             f"to build them, {_HOW_TO_BUILD[backend]}"
@@ -123,7 +140,11 @@ def check_implementation(spec: Spec, operands: Sequence) -> None:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
+    """Warns in the name of the first frame outside jaxflash and JAX."""
+    stack = traceback.walk_stack(inspect.currentframe())
+    packages = (f.f_globals.get("__name__", "").partition(".")[0] for f, _ in stack)
+    inside = itertools.takewhile(_INSIDE.__contains__, packages)
+    warnings.warn(message, stacklevel=1 + len(list(inside)))
 
 
 class Choice(NamedTuple):

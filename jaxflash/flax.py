@@ -6,6 +6,9 @@
     layer = nnx.MultiHeadAttention(..., attention_fn=attention_fn)
     y = layer(x, is_causal=True)  # no mask array: the kernels serve it
 
+nnx's layer takes is_causal from Flax 0.12.8 on; with an older one, give it
+`causal_attention_fn`.
+
 Both Flax APIs call `attention_fn(query, key, value, ...)`. linen passes only the
 keyword arguments that it finds by name in the signature, and nnx passes all of its
 own, so every parameter below is named and none is taken by `**kwargs`.
@@ -66,8 +69,9 @@ def attention_fn(
       precision: as in `jax.lax`; matters for float32.
       module: must be None. Flax sets it to store the attention weights
         (`sow_weights=True`), and a flash kernel never has them in memory.
-      is_causal: query i sees the keys j <= i, with no mask array. nnx passes on what
-        its layer was called with: `layer(x, is_causal=True)`.
+      is_causal: query i sees the keys j <= i, with no mask array. nnx, from Flax
+        0.12.8 on, passes on what its layer was called with:
+        `layer(x, is_causal=True)`.
       input_positions: must be None: rotary embeddings are applied by the caller.
       qk_attn_weights_einsum: must be None, like the next: the products are the
         kernel's own.

@@ -82,7 +82,10 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """What the kernels of one backend serve; the only such table."""
+    """What the kernels of one backend serve; Python asks no other table.
+
+    The library refuses the same calls by its own (Support in csrc/api/validate.h).
+    """
 
     dtypes: tuple[str, ...]
     operands: tuple[str, ...]

@@ -1,7 +1,7 @@
 """Checks that the layers of the C++ and Python code know only what they may know.
 
-Inline assembly lives in the PTX headers, includes point one way, only the FFI layer
-sees XLA, and only compat.py uses private names of JAX.
+Inline assembly lives in common/ptx_*.cuh and common/wgmma.cuh, includes point one way,
+only the FFI layer sees XLA, and only compat.py uses private names of JAX.
 """
 
 import re
@@ -58,7 +58,9 @@ def check_cpp(csrc: Path) -> list[str]:
         layer = layer_of(relative.parent)
         where = f"csrc/{relative}"
         if re.search(r"\basm\b", text) and not ASM_FILE.fullmatch(relative.name):
-            problems.append(f"{where}: asm belongs in csrc/cuda/common/ptx_*.cuh")
+            problems.append(
+                f"{where}: asm belongs in ptx_*.cuh or wgmma.cuh of csrc/cuda/common"
+            )
         for name in INCLUDE.findall(text):
             if name.startswith("xla/") and layer not in XLA_LAYERS:
                 problems.append(

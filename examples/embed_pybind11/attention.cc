@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
+#include <exception>
 #include <memory>
 #include <stdexcept>
 #include <thread>
@@ -18,22 +20,29 @@ using Array = py::array_t<float>;
 
 namespace {
 
-// Runs the tasks of the library on all cores.
+int32_t num_cores() {
+  return std::max(1, static_cast<int32_t>(std::thread::hardware_concurrency()));
+}
+
+// Runs the tasks of the library on all cores, that of the caller included.
 void parallel_for(void*, int64_t count, void (*task)(void*, int64_t), void* argument) {
   std::atomic<int64_t> next{0};
   auto take_items = [&] {
     for (int64_t i; (i = next++) < count;) task(argument, i);
   };
-  std::vector<std::thread> threads(std::thread::hardware_concurrency());
-  for (std::thread& thread : threads) thread = std::thread(take_items);
+  std::vector<std::thread> helpers;
+  try {
+    for (int64_t i = 1; i < std::min<int64_t>(num_cores(), count); ++i) {
+      helpers.emplace_back(take_items);
+    }
+  } catch (const std::exception&) {
+    // No exception may pass through the library, and fewer threads do the work too.
+  }
   take_items();
-  for (std::thread& thread : threads) thread.join();
+  for (std::thread& helper : helpers) helper.join();
 }
 
-jaxflash_executor all_cores() {
-  const auto cores = static_cast<int32_t>(std::thread::hardware_concurrency());
-  return {nullptr, cores, parallel_for};
-}
+jaxflash_executor all_cores() { return {nullptr, num_cores(), parallel_for}; }
 
 void check(jaxflash_status status) {
   if (status != JAXFLASH_OK) throw std::invalid_argument(jaxflash_last_error());
@@ -112,7 +121,10 @@ std::tuple<Array, Array> forward(const Array& q, const Array& k, const Array& v,
   check(jaxflash_attention_forward_workspace_cpu(&params, &bytes));
   Workspace workspace(bytes);
   const jaxflash_executor executor = all_cores();
-  check(jaxflash_attention_forward_cpu(&params, workspace.data(), bytes, &executor));
+  {
+    const py::gil_scoped_release other_threads_may_run;
+    check(jaxflash_attention_forward_cpu(&params, workspace.data(), bytes, &executor));
+  }
   return {out, lse};
 }
 
@@ -144,7 +156,10 @@ std::tuple<Array, Array, Array> backward(const Array& q, const Array& k, const A
   check(jaxflash_attention_backward_workspace_cpu(&params, &bytes));
   Workspace workspace(bytes);
   const jaxflash_executor executor = all_cores();
-  check(jaxflash_attention_backward_cpu(&params, workspace.data(), bytes, &executor));
+  {
+    const py::gil_scoped_release other_threads_may_run;
+    check(jaxflash_attention_backward_cpu(&params, workspace.data(), bytes, &executor));
+  }
   return {dq, dk, dv};
 }
 

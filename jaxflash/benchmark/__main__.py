@@ -33,7 +33,7 @@ def seconds(text: str) -> float:
     return number
 
 
-def parse(argv=None) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     """Options; what is not given comes from the default grid of the backend."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxflash.benchmark",
@@ -53,13 +53,20 @@ def parse(argv=None) -> argparse.Namespace:
         choices=WORK,
         help="both: forward and backward in one program",
     )
-    shapes.add_argument("--batch", type=positive, help="B")
-    shapes.add_argument("--tokens", type=positive, help="B * T, instead of --batch")
-    shapes.add_argument("--heads", type=positive, help="N")
-    shapes.add_argument("--hidden", type=positive, help="N * H, instead of --heads")
+    batch = shapes.add_mutually_exclusive_group()
+    batch.add_argument("--batch", type=positive, help="B")
+    batch.add_argument("--tokens", type=positive, help="B * T, instead of --batch")
+    heads = shapes.add_mutually_exclusive_group()
+    heads.add_argument("--heads", type=positive, help="N")
+    heads.add_argument("--hidden", type=positive, help="N * H, instead of --heads")
     shapes.add_argument("--kv-heads", type=positive, help="K, default N")
     how = parser.add_argument_group("how")
-    how.add_argument("--peers", nargs="+", choices=PEERS, help="default: all installed")
+    how.add_argument(
+        "--peers",
+        nargs="+",
+        choices=PEERS,
+        help="all that run, jaxflash too only if it is named; default: all installed",
+    )
     how.add_argument(
         "--mode",
         nargs="+",
@@ -79,18 +86,23 @@ def parse(argv=None) -> argparse.Namespace:
         "--max-call-s", type=seconds, default=30.0, help="skip slower calls"
     )
     how.add_argument("--seed", type=int, default=0)
-    how.add_argument("--out", type=pathlib.Path, default="out/benchmark")
+    how.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default="out/benchmark",
+        help="folder of the results, default %(default)s",
+    )
     how.add_argument("--no-plots", action="store_true")
-    args = parser.parse_args(argv)
-    if args.kv_heads and args.heads and args.heads % args.kv_heads:
-        parser.error(
-            f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}"
-        )
-    return args
+    return parser
+
+
+def parse(argv=None) -> argparse.Namespace:
+    """The command line; whether its sizes fit together, `grid` checks."""
+    return _parser().parse_args(argv)
 
 
 def grid(args: argparse.Namespace, backend: str) -> Grid:
-    """The default grid with what the command line says."""
+    """The default grid with what the command line says; exits where that misfits."""
     changes = {
         "lengths": args.length,
         "head_dims": args.head_dim,
@@ -105,15 +117,37 @@ def grid(args: argparse.Namespace, backend: str) -> Grid:
         chosen |= {"num_heads": args.heads, "hidden": args.hidden}
     if args.kv_heads:
         chosen["num_kv_heads"] = args.kv_heads
-    return dataclasses.replace(default_grid(backend, args.quick), **chosen)
+    found = dataclasses.replace(default_grid(backend, args.quick), **chosen)
+    for option, total, part_option, parts in (
+        ("--tokens", args.tokens, "--length", found.lengths),
+        ("--hidden", args.hidden, "--head-dim", found.head_dims),
+    ):
+        for part in parts:
+            if total and total % part:
+                _parser().error(
+                    f"{option} {total} must be a multiple of {part_option} {part}"
+                )
+    for case in found.cases():
+        if case.num_heads % case.num_kv_heads:
+            _parser().error(
+                f"--kv-heads {case.num_kv_heads} must divide the number of heads, got "
+                f"{case.num_heads} heads of head dim {case.head_dim}"
+            )
+    return found
 
 
 def main(argv=None) -> int:
-    """Runs the sweep; 0 if jaxflash was timed in every case that was reached."""
+    """Runs the sweep.
+
+    Returns:
+        0 if something was timed, and jaxflash, where it is a peer, in every case that
+        was reached.
+    """
     args = parse(argv)
     # Peers outside JAX need memory too, and JAX would take most of the GPU's at once.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     backend = "gpu" if jax.default_backend() == "gpu" else "cpu"
+    cases = grid(args, backend).cases()
     command = shlex.join(sys.argv[1:] if argv is None else argv)
     about = {
         "command": f"python -m jaxflash.benchmark {command}".strip(),
@@ -138,15 +172,20 @@ def main(argv=None) -> int:
     title += f"jax {versions['jax']}"
     print(f"{title}; implementations: {', '.join(session.peers)}")
 
-    session.run(
-        grid(args, backend).cases(),
-        lambda results: report.summary(results, session.protocol.modes),
-    )
+    session.run(cases, lambda results: report.summary(results, session.protocol.modes))
     report.write(args.out, session, about)
     print(f"\n{report.table(session)}")
     print("\n".join(report.notes(session)))
     drawn = [] if args.no_plots else plots.draw(args.out, session, title)
     print(f"JSON, CSV, table and {len(drawn)} plots: {args.out}")
+    if all(r.status != "ok" for r in session.results):
+        reached = len(report.by_case(session.results))
+        print(
+            f"nothing was measured: {reached} of {len(cases)} cases were reached, and "
+            "no implementation was timed in any",
+            file=sys.stderr,
+        )
+        return 1
     ours = [r for r in session.results if r.implementation == report.OURS]
     return 0 if all(r.status == "ok" for r in ours) else 1
 

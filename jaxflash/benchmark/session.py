@@ -57,6 +57,7 @@ class Session:
         """Measures the cases in their order and prints the summary of each."""
         began = time.monotonic()
         longest = chunk_s = 0.0
+        measured = 0
 
         def over_budget(next_s: float) -> bool:
             elapsed = time.monotonic() - began
@@ -87,7 +88,8 @@ class Session:
                     self.results += done
                     bar.write(summary(done))
                     bar.update()
-                    self.complete = case is cases[-1]
+                    measured += 1
+                    self.complete = measured == len(cases)
                     self.save(self)
                     longest = max(longest, time.monotonic() - mark)
 
