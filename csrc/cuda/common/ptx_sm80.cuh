@@ -100,8 +100,7 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   return y;
 }
 
-// "ld.acquire", "red.release" and "atom.acquire" at GPU scope: a counter that blocks
-// pass on. atom returns the value before.
+// "ld.acquire" and "red.release" at GPU scope: a counter that blocks pass on.
 __device__ __forceinline__ int ld_acquire_gpu(const int* address) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n"
@@ -113,14 +112,6 @@ __device__ __forceinline__ int ld_acquire_gpu(const int* address) {
 __device__ __forceinline__ void red_release_gpu_add(int* address, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;\n" ::"l"(address), "r"(value)
                : "memory");
-}
-__device__ __forceinline__ int atom_acquire_gpu_add(int* address, int value) {
-  int before;
-  asm volatile("atom.acquire.gpu.global.add.s32 %0, [%1], %2;\n"
-               : "=r"(before)
-               : "l"(address), "r"(value)
-               : "memory");
-  return before;
 }
 
 // "red.global.add.f32": adds each lane's four values to 128 floats at `address`, which

@@ -143,9 +143,20 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
 
-// The same for global memory that a bulk copy reads or adds to.
+// The same for global memory, between this thread's accesses and bulk copies, in either
+// order.
 __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;\n" ::: "memory");
+}
+
+// "atom.acquire" at GPU scope; returns the value before.
+__device__ __forceinline__ int atom_acquire_gpu_add(int* address, int value) {
+  int before;
+  asm volatile("atom.acquire.gpu.global.add.s32 %0, [%1], %2;\n"
+               : "=r"(before)
+               : "l"(address), "r"(value)
+               : "memory");
+  return before;
 }
 
 // "setmaxnreg": executed by all warps of a warpgroup. The registers that one group

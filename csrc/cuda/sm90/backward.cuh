@@ -10,7 +10,7 @@
 //
 // The kernels, one after the other:
 //
-//   row pass           delta and lse                               backward_rows.cuh
+//   row pass           delta and lse; nobody has added to dQ yet   backward_rows.cuh
 //   H <= 128   fused   dK, dV, and dQ in float32                   backward_fused.cuh
 //              convert dQ                                          backward_rows.cuh
 //   beyond     dkv     dK and dV                                   backward_dkv.cuh

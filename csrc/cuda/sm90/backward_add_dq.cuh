@@ -11,9 +11,7 @@
 
 #include "../common/problem.cuh"
 #include "../common/ptx_sm90.cuh"
-#include "../common/wgmma.cuh"
 #include "backward_config.h"
-#include "backward_rows.cuh"
 #include "backward_tiles.cuh"
 #include "backward_turns.cuh"
 #include "launch_backward.h"

@@ -9,9 +9,9 @@
 // Two warpgroups compute, each for 64 keys. Scores are transposed, S^T = K Q^T, so that
 // the accumulators of P^T and dS^T are the A operands of dV and dK as they stand. Only
 // dQ, a sum over all keys, needs the dS of both warpgroups: it goes through shared
-// memory. They make dQ in alternate steps, and one step late, so that neither waits for
-// the other, and stage it for a warp that adds it to a float32 accumulator in global
-// memory (backward_add_dq.cuh).
+// memory. They make dQ in alternate steps, and one step late, so that they hardly wait
+// for each other, and stage it for a warp that adds it to a float32 accumulator in
+// global memory (backward_add_dq.cuh).
 //
 //   loading warp    | Q, lse  dO, delta of the next step                        |
 //   tensor cores    | S^T   dP^T |         dV  dK  (dQ of the step before)      |
@@ -28,6 +28,7 @@
 #include "backward_add_dq.cuh"
 #include "backward_config.h"
 #include "backward_fragments.cuh"
+#include "backward_rows.cuh"
 #include "backward_tiles.cuh"
 #include "backward_turns.cuh"
 #include "launch_backward.h"
@@ -40,7 +41,7 @@ struct FusedShared {
   OperandTiles<kConfigIndex> operands;
   Tile<kConfig.block_q, kConfig.block_kv> ds[kStages];  // [rows of Q, keys]
   // Of each warpgroup, staged.
-  alignas(1024) float dq[2][kConfig.block_q * kConfig.head_dim];
+  alignas(1024) float dq[kStages][kConfig.block_q * kConfig.head_dim];
   RowValues<kConfigIndex> rows;
   OperandBarriers barriers;
   uint32_t block_number;
@@ -55,7 +56,8 @@ enum FusedBarrier {
   kDsEmpty = 6,      // likewise
 };
 
-constexpr int kConsumers = 2 * kWarpgroup;
+constexpr int kNumConsumers = 2;
+constexpr int kConsumers = kNumConsumers * kWarpgroup;
 
 // One of the two warpgroups that compute.
 template <class Element, int kConfigIndex>
@@ -68,6 +70,9 @@ struct FusedConsumer {
   using Shared = FusedShared<kConfigIndex>;
   using Walk = QueryTiles<kBlockQ, kBlockKV>;
   using DqTile = float[kBlockQ / kDqRows][kHeadDim / 2];
+  static_assert(kBlockKV == kNumConsumers * 64 && kBlockQ % kDqRows == 0);
+  // A stage of dS for each warpgroup to make dQ of.
+  static_assert(kStages == kNumConsumers);
 
   const BackwardArguments& arguments;
   Shared& shared;
@@ -154,7 +159,9 @@ struct FusedConsumer {
 
   // Hands dQ to the adding warp.
   __device__ __forceinline__ void stage_dq(const DqTile& dq, int own) {
-    bar_sync(kDqEmpty + own, kDqThreads);  // the buffer has been read
+    // The buffer has been read; and all warps are done with the dS of their own stage,
+    // which they will overwrite without asking.
+    bar_sync(kDqEmpty + own, kDqThreads);
 #pragma unroll
     for (int rows = 0; rows < kBlockQ / kDqRows; ++rows) {
       float* pieces = shared.dq[own] + rows * (kDqRows * kHeadDim) + 4 * thread;
@@ -169,8 +176,8 @@ struct FusedConsumer {
     bar_arrive(kDqFull + own, kDqThreads);
   }
 
-  // dQ of the step before, beside a product that runs already; `done` is for what is
-  // left to do when that one has ended.
+  // dQ of the step before. `done` is for what is left to do when the product that runs
+  // already, if any, has ended.
   template <class Done>
   __device__ __forceinline__ void make_dq(const Done& done) {
     const int own = static_cast<int>(opaque(warpgroup));

@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kRowsThreads)
   constexpr BackwardConfig kConfig = kBackwardConfigs[backward_config_index(kHeadDim)];
   static_assert(kConfig.head_dim == kHeadDim);
   using Lanes = RowLanes<kHeadDim>;
-  // The 8 rows that a warp writes at a time hit different banks.
+  // The 4 rows that half a warp writes at a time hit different banks.
   __shared__ __align__(16) float rows[kDqRows][kHeadDim + 8];
   griddepcontrol_wait();
 

@@ -34,7 +34,9 @@
 
 #include <cstdint>
 
+#include "../common/ptx_sm90.cuh"
 #include "backward_tiles.cuh"
+#include "launch_backward.h"
 
 namespace jaxflash::sm90 {
 
