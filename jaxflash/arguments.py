@@ -195,14 +195,20 @@ def scale(x: Any, head_dim: int, dtype: Any) -> Array:
         raise TypeError(f"scale must be a number or a scalar array, got {x!r}")
     if isinstance(x, numbers.Real):
         x = _number("scale", x)
+        _finite_scale(x, dtype)  # before JAX, which may warn that it overflows
     given, x = x, _array("scale", x)
     _dtype("scale", x, jnp.floating, "float")
     if x.shape != ():
         raise ValueError(f"scale must be a scalar, of shape (), got {x.shape}")
     value = _value(given)
-    if value is not None and not abs(value) <= jnp.finfo(dtype).max:
-        raise ValueError(f"scale must be finite in {dtype}, got {value}")
+    if value is not None:
+        _finite_scale(value, dtype)
     return x.astype(dtype)
+
+
+def _finite_scale(value: Any, dtype: Any) -> None:
+    if not abs(value) <= float(jnp.finfo(dtype).max):
+        raise ValueError(f"scale must be finite in {dtype}, got {value}")
 
 
 def query_offset(x: Any, batch: tuple[int, ...]) -> Array | None:
