@@ -6,12 +6,12 @@ import pathlib
 import jax
 
 import jaxflash
-from jaxflash import ffi
+from jaxflash import selection
 
 
 def _paths() -> dict[str, pathlib.Path]:
     """Where CMake, a C compiler and ctypes find the library."""
-    module = ffi.load("cpu")
+    module = selection.load("cpu")
     if isinstance(module, str):
         raise SystemExit(module)
     # The library lies beside the compiled modules, also in an editable installation.
@@ -25,13 +25,13 @@ def _paths() -> dict[str, pathlib.Path]:
 
 def _report() -> str:
     lines = [f"jaxflash {jaxflash.__version__}, jax {jax.__version__}"]
-    for backend in ffi.PLATFORMS:
-        module = ffi.load(backend)
+    for backend in selection.PLATFORMS:
+        module = selection.load(backend)
         if isinstance(module, str):
             lines.append(f"{backend}: {module}")
             continue
         info = ", ".join(f"{key} {value}" for key, value in module.info().items())
-        lines.append(f"{backend}: {ffi.unavailable(backend) or 'ready'} ({info})")
+        lines.append(f"{backend}: {selection.unavailable(backend) or 'ready'} ({info})")
     devices = ", ".join(f"{d.platform} {d.device_kind}" for d in jax.devices())
     return "\n".join([*lines, f"devices: {devices}"])
 
@@ -49,7 +49,7 @@ def main() -> None:
         print(_paths()[wanted])
         return
     print(_report())
-    if not isinstance(ffi.load("cpu"), str):
+    if not isinstance(selection.load("cpu"), str):
         for name, path in _paths().items():
             print(f"{name}: {path}")
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jaxflash import arguments, ffi
+from jaxflash import arguments, selection
 from jaxflash.primitives.forward import attention_forward
 from jaxflash.spec import IMPLEMENTATIONS, Spec, accumulator
 
@@ -170,6 +170,6 @@ def dot_product_attention(
         deterministic=arguments.flag("deterministic", deterministic),
         implementation=implementation,
     )
-    ffi.check_implementation(spec, tuple(present.values()))
+    selection.check_implementation(spec, tuple(present.values()))
     out, lse = attention_forward(*present.values(), spec=spec)
     return (out, jnp.swapaxes(lse, -1, -2)) if with_lse else out

@@ -11,7 +11,7 @@ import jax
 from jax.core import ShapedArray
 from jax.typing import ArrayLike
 
-from jaxflash import arguments, ffi
+from jaxflash import arguments, ffi, selection
 from jaxflash.attention import dot_product_attention
 from jaxflash.primitives.backward import attention_backward_p, operand_names
 from jaxflash.primitives.forward import attention_forward_p
@@ -192,7 +192,7 @@ def explain(
             )
         platform = "cuda"
     platform = platform or _platform(query)
-    if platform not in ffi.PLATFORMS:
+    if platform not in selection.PLATFORMS:
         platform = None
     forward, backward = _trace(call)
     spec, avals = forward.params["spec"], _avals(forward.invars)
@@ -251,7 +251,7 @@ def _explain(
     platform: str | None,
     device: CudaDevice | None,
 ) -> Pass:
-    choice = ffi.decide(spec, avals, platform)
+    choice = selection.decide(spec, avals, platform)
     backend, reason = choice.implementation, choice.reason
     if backend == "reference":
         return Pass(backend, reason)
@@ -259,7 +259,7 @@ def _explain(
     if backend == "cpu":
         return Pass(backend, reason, workspace)
     taken = zip(names, ffi.kernel_operands(names, avals), strict=True)
-    module: Any = ffi.load(backend)
+    module: Any = selection.load(backend)
     answer = module.explain(
         direction,
         [(name, aval.dtype.name, aval.shape) for name, aval in taken],

@@ -10,9 +10,9 @@ import ctypes_numpy as api
 import numpy as np
 import pytest
 
-from jaxflash import ffi
+from jaxflash import selection
 
-CUDA: Any = ffi.load("cuda")
+CUDA: Any = selection.load("cuda")
 needs_cuda = pytest.mark.skipif(isinstance(CUDA, str), reason=str(CUDA))
 needs_hopper = pytest.mark.skipif(
     isinstance(CUDA, str) or "90" not in CUDA.info()["architectures"],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from calls import make_call
 
-from jaxflash import dot_product_attention, explain, ffi
+from jaxflash import dot_product_attention, explain, selection
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
 WRONG = (TypeError, ValueError)
@@ -256,17 +256,17 @@ def fake_gpus(monkeypatch, *capabilities):
         types.SimpleNamespace(device_kind=f"GPU {text}", compute_capability=text)
         for text in capabilities
     ]
-    cpu = ffi.load("cpu")
-    monkeypatch.setattr(ffi, "load", lambda backend: cpu)
+    cpu = selection.load("cpu")
+    monkeypatch.setattr(selection, "load", lambda backend: cpu)
     monkeypatch.setattr(jax, "local_devices", lambda backend: gpus)
 
 
 @pytest.fixture
 def _device_is_looked_up():
     """Not remembered from, nor for, other tests."""
-    ffi._device_refusal.cache_clear()
+    selection._device_refusal.cache_clear()
     yield
-    ffi._device_refusal.cache_clear()
+    selection._device_refusal.cache_clear()
 
 
 @pytest.mark.usefixtures("_device_is_looked_up")
@@ -285,4 +285,4 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch):
 @pytest.mark.parametrize("capabilities", [(), ("8.0", "9.0"), ("12.0",)])
 def test_other_gpus_are_not_refused(monkeypatch, capabilities):
     fake_gpus(monkeypatch, *capabilities)
-    assert ffi.unavailable("cuda") is None
+    assert selection.unavailable("cuda") is None

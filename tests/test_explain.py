@@ -14,7 +14,7 @@ import pytest
 from c_explain import CUDA, Kernel, answer_of, make_params, needs_cuda, needs_hopper
 from calls import make_call
 
-from jaxflash import dot_product_attention, explain, ffi
+from jaxflash import dot_product_attention, explain, selection
 from jaxflash.explain import CudaDevice
 
 
@@ -96,7 +96,7 @@ def test_the_cpu_answer_is_what_is_lowered(case):
     call = make_call(6, 9, **SERVED.get(case, {})) | UNSERVED.get(case, {})
     got = explain(**call)
     # Explaining is silent, and leaves the warning to the call.
-    ffi._warn_once.cache_clear()
+    selection._warn_once.cache_clear()
     jax.clear_caches()
     lowered = jax.jit(lambda: dot_product_attention(**call)).lower
     if case in UNSERVED:
@@ -146,7 +146,7 @@ def test_named_kernels_are_explained_by_their_name():
     x = jax.ShapeDtypeStruct((5, 2, 8), jnp.float32)
     got = explain(x, x, x, implementation="cpu", platform="cpu")
     assert got.forward.reason == "implementation='cpu' asks for it"
-    module: Any = ffi.load("cpu")
+    module: Any = selection.load("cpu")
     bytes_of_call = module.workspace_bytes(
         "backward", "float32", 1, 5, 5, 2, 2, 8, 8, False
     )

@@ -10,7 +10,7 @@ import pytest
 from calls import make_call, run
 from compare import assert_equal
 
-from jaxflash import dot_product_attention, ffi
+from jaxflash import dot_product_attention, selection
 
 T, S = 6, 9
 UNSERVED = {
@@ -32,7 +32,7 @@ UNSERVED = {
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process():
     """Warnings come once per process, while a call is lowered for the first time."""
-    ffi._warn_once.cache_clear()
+    selection._warn_once.cache_clear()
     jax.clear_caches()
 
 
@@ -80,9 +80,11 @@ def test_the_warning_points_at_the_line_that_called(transform):
 def test_a_source_tree_that_hides_the_installed_package_is_named(
     backend, tmp_path, monkeypatch
 ):
-    load: Any = ffi.load.__wrapped__
+    load: Any = selection.load.__wrapped__
     monkeypatch.setitem(sys.modules, f"jaxflash._{backend}", None)
-    monkeypatch.setattr(ffi, "__file__", str(tmp_path / "jaxflash" / "ffi.py"))
+    monkeypatch.setattr(
+        selection, "__file__", str(tmp_path / "jaxflash" / "selection.py")
+    )
     assert "not part of this installation" in load(backend)
     (tmp_path / "csrc").mkdir()
     if backend == "cuda":  # missing beside compiled cpu kernels: a CPU-only build

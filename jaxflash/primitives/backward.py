@@ -5,7 +5,7 @@ from functools import partial
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from jaxflash import compat, ffi, reference
+from jaxflash import compat, ffi, reference, selection
 from jaxflash.primitives import common
 from jaxflash.spec import Spec, core_rank, residuals
 
@@ -58,7 +58,7 @@ def _abstract_eval(*avals, spec: Spec, wanted, summed):
 
 def _lower(ctx, *operands, spec: Spec, wanted, summed, platform: str | None):
     names = operand_names(ctx.avals_in, spec)
-    backend = ffi.choose(spec, ctx.avals_in, platform)
+    backend = selection.choose(spec, ctx.avals_in, platform)
     if backend == "reference":
         function = partial(reference.backward, spec, names, wanted, summed)
         return compat.lower_function(ctx, function, *operands)
@@ -81,7 +81,7 @@ def _jvp(primals, tangents, *, spec: Spec, wanted, summed):
 attention_backward_p.def_impl(partial(xla.apply_primitive, attention_backward_p))
 attention_backward_p.def_abstract_eval(_abstract_eval)
 mlir.register_lowering(attention_backward_p, partial(_lower, platform=None))
-for _platform in ffi.PLATFORMS:
+for _platform in selection.PLATFORMS:
     mlir.register_lowering(
         attention_backward_p, partial(_lower, platform=_platform), platform=_platform
     )

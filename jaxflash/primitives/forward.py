@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from jaxflash import compat, ffi, reference
+from jaxflash import compat, ffi, reference, selection
 from jaxflash.primitives import common
 from jaxflash.primitives.tangent import attention_tangent
 from jaxflash.spec import DIFFERENTIABLE, Spec, accumulator, residuals
@@ -53,7 +53,7 @@ def _abstract_eval(*avals, spec: Spec, with_residuals: bool):
 
 
 def _lower(ctx, *operands, spec: Spec, with_residuals: bool, platform: str | None):
-    backend = ffi.choose(spec, ctx.avals_in, platform)
+    backend = selection.choose(spec, ctx.avals_in, platform)
     if backend == "reference":
         function = partial(_reference, spec, with_residuals)
         return compat.lower_function(ctx, function, *operands)
@@ -103,7 +103,7 @@ def _jvp(primals, tangents, *, spec: Spec, with_residuals: bool):
 attention_forward_p.def_impl(partial(xla.apply_primitive, attention_forward_p))
 attention_forward_p.def_abstract_eval(_abstract_eval)
 mlir.register_lowering(attention_forward_p, partial(_lower, platform=None))
-for _platform in ffi.PLATFORMS:
+for _platform in selection.PLATFORMS:
     mlir.register_lowering(
         attention_forward_p, partial(_lower, platform=_platform), platform=_platform
     )
