@@ -6,6 +6,7 @@ import csv
 import functools
 import json
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxflash.benchmark import __main__ as command
-from jaxflash.benchmark import checks, peers, report, session, timing
+from jaxflash.benchmark import checks, device_clock, peers, report, session, timing
 from jaxflash.benchmark.cases import Case, Grid, default_grid, make_inputs
 from jaxflash.benchmark.programs import NAMES, JaxProgram, TorchProgram
 
@@ -132,6 +133,36 @@ def test_torch_program_agrees(direction):
     truth = checks.DenseSlice(case)(inputs)
     found, problem = checks.check(case, program.arrays(program.run()), truth, None)
     assert problem is None, found
+
+
+def test_device_time_counts_overlaps_once_and_gaps():
+    activities = [
+        device_clock.Activity(start, start + duration, name)
+        for name, start, duration in (
+            ("first", 0, 10), ("early", 5, 15), ("first", 30, 10), ("early", 42, 8),
+        )
+    ]  # fmt: skip
+    assert device_clock.spans(activities, 2) == [20, 20]
+
+
+@pytest.mark.parametrize("names", ["aab", "abac"])
+def test_device_time_refuses_calls_that_differ(names):
+    activities = [device_clock.Activity(i, i + 1, n) for i, n in enumerate(names)]
+    with pytest.raises(ValueError, match="same kernels in each of 2 calls"):
+        device_clock.spans(activities, 2)
+
+
+@pytest.mark.gpu
+def test_device_time_lies_within_wall_time():
+    program = good(SMALL)
+    program.load(make_inputs(SMALL, seed=0))
+    timing.first_calls(program)
+    began = time.perf_counter()
+    on_device = program.device_seconds(3)
+    elapsed = time.perf_counter() - began
+    assert len(on_device) == 3
+    assert min(on_device) > 0
+    assert sum(on_device) < elapsed
 
 
 @pytest.mark.parametrize(

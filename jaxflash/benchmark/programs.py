@@ -5,7 +5,7 @@ program.load(inputs)           puts the arguments in place
 results = program.run()        starts one call
 program.wait(results)          returns when it is done
 program.arrays(results)        JAX arrays by name: out, dq, dk, dv
-program.kernel_seconds(n)      device time of n calls, or None without a device clock
+program.device_seconds(n)      device time of n calls, or None without a device clock
 """
 
 import importlib
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxflash.benchmark import device_clock
 from jaxflash.benchmark.cases import Case
 
 NAMES = {
@@ -91,15 +92,11 @@ class JaxProgram:
         results = results if isinstance(results, tuple) else (results,)
         return dict(zip(self.names, results, strict=True))
 
-    def kernel_seconds(self, calls: int) -> list[float] | None:
-        """Sum of the kernel times of each call, taken by CUPTI."""
+    def device_seconds(self, calls: int) -> list[float] | None:
+        """Device time of each call, by JAX's profiler."""
         if jax.default_backend() != "gpu":
             return None
-        profiler = importlib.import_module("jax.experimental.mosaic.gpu.profiler")
-        _, times = profiler.measure(self._compiled, iterations=calls)(*self._args)
-        if times is None:
-            return None
-        return [ms * 1e-3 for ms in (times if isinstance(times, list) else [times])]
+        return device_clock.seconds_per_call(self.run, self.wait, calls)
 
 
 def _peak_memory(compiled) -> int:
@@ -176,7 +173,7 @@ class TorchProgram:
             for name, x in zip(self.names, results, strict=True)
         }
 
-    def kernel_seconds(self, calls: int) -> list[float] | None:
+    def device_seconds(self, calls: int) -> list[float] | None:
         """Time between CUDA events around each call."""
         if not self.on_gpu:
             return None

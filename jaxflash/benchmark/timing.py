@@ -1,7 +1,7 @@
 """Seconds per call, in two modes that answer two questions.
 
-burst      a few calls after a pause: what the kernel can do. On a GPU the clock is
-           CUPTI's kernel time, without any host; elsewhere wall time of each call.
+burst      a few calls after a pause: what the kernels can do. On a GPU the clock is
+           the device's, without any host; elsewhere wall time of each call.
 sustained  calls back to back for a fixed window, wall time: what a training loop sees,
            at the clock rate that power and temperature leave.
 
@@ -57,14 +57,14 @@ def measure_round(program, timing: Timing, protocol: Protocol, call_s: float) ->
 
 def _burst(program, timing: Timing, protocol: Protocol) -> float:
     try:
-        kernel = program.kernel_seconds(protocol.burst_calls)
+        on_device = program.device_seconds(protocol.burst_calls)
     except Exception:
         # No CUPTI, or another profiler has it. What is wrong with the program itself
         # shows again below.
-        kernel = None
-    if kernel:
+        on_device = None
+    if on_device:
         timing.burst_clock = "device"
-        return min(kernel)
+        return min(on_device)
     return min(_wall(program, calls=1) for _ in range(protocol.burst_calls))
 
 
