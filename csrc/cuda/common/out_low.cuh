@@ -15,6 +15,9 @@
 
 #include <cstdint>
 
+#include "element.cuh"
+#include "ptx_sm80.cuh"
+
 namespace jaxflash {
 
 template <class Element>
@@ -24,13 +27,22 @@ inline constexpr int kLowShift<__nv_bfloat16> = 16 - 8;
 template <>
 inline constexpr int kLowShift<__half> = 13 - 8;
 
-// `rounded` is x rounded to Element. The result is in [-128, 127]: where Element is
-// subnormal, or inf for a large x, more is lost than eight bits can tell.
+// What rounding x to Element takes, in units of 2^-8 of the last place: more than eight
+// bits can tell where a tie was rounded down, where Element is subnormal, and where a
+// large x becomes inf.
 template <class Element>
-__device__ __forceinline__ int low_bits(float x, float rounded) {
+__device__ __forceinline__ int low_bits(float x) {
   constexpr int kHalf = 1 << (kLowShift<Element> - 1);
+  const float rounded = to_float(from_float<Element>(x));
   const int lost = __float_as_int(x) - __float_as_int(rounded);
-  return max(-128, min(127, (lost + kHalf) >> kLowShift<Element>));
+  return (lost + kHalf) >> kLowShift<Element>;
+}
+
+// That of two elements, saturated to bytes, in the low half of a word; the low half of
+// `upper` in its high half.
+template <class Element>
+__device__ __forceinline__ uint32_t low_bytes(float x0, float x1, uint32_t upper) {
+  return cvt_pack_sat_s8_s32(low_bits<Element>(x1), low_bits<Element>(x0), upper);
 }
 
 template <class Element>

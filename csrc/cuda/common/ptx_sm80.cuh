@@ -16,6 +16,17 @@ __device__ __forceinline__ uint32_t cvta_generic_to_shared(const void* pointer) 
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// "Data Movement: cvt.pack". Two integers, saturated to bytes, in the low half: `low`
+// in the lowest byte; in the high half the low half of `upper`.
+__device__ __forceinline__ uint32_t cvt_pack_sat_s8_s32(int high, int low,
+                                                        uint32_t upper) {
+  uint32_t packed;
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;\n"
+      : "=r"(packed)
+      : "r"(high), "r"(low), "r"(upper));
+  return packed;
+}
+
 // "Data Movement: cp.async". Copies 16 bytes past L1; reads only `source_bytes` of them
 // (0 or 16) and fills the rest with zeros.
 __device__ __forceinline__ void cp_async_cg_16(uint32_t destination, const void* source,

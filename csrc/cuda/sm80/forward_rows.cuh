@@ -247,15 +247,9 @@ struct ForwardRows {
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; ++n) {
         const float* pair = &o[r / 2][n][2 * (r % 2)];
-        int8_t low[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float rounded = to_float(from_float<Element>(pair[i]));
-          low[i] = static_cast<int8_t>(low_bits<Element>(pair[i], rounded));
-        }
         unsigned char* row = tile + (8 * r + lane / 4) * kOutLowRow<kHeadDim>;
-        *reinterpret_cast<char2*>(row + 8 * n + lane % 4 * 2) =
-            make_char2(low[0], low[1]);
+        *reinterpret_cast<uint16_t*>(row + 8 * n + lane % 4 * 2) =
+            static_cast<uint16_t>(low_bytes<Element>(pair[0], pair[1], 0));
       }
     }
     __syncwarp();

@@ -143,18 +143,14 @@ struct ForwardOutput {
   __device__ __forceinline__ void store_out_low(const WorkItem& item,
                                                 const Accumulators& o) const {
     store_chunks<int8_t>(item, arguments.params.out_low, [&](int r, int chunk) {
-      uint32_t low[4];
+      uint32_t pairs[2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) low[i] = low_bytes(&o[4 * (chunk + i) + 2 * r]);
-      return quad_transpose_16(low, thread.index % 4);
+      for (int i = 0; i < 2; ++i) {
+        const float* x = &o[4 * (chunk + 2 * i) + 2 * r];
+        pairs[i] = low_bytes<Element>(x[0], x[1], low_bytes<Element>(x[4], x[5], 0));
+      }
+      return quad_transpose_16(pairs, thread.index % 4);
     });
-  }
-
-  static __device__ __forceinline__ uint32_t low_bytes(const float* pair) {
-    const auto low = [](float x) {
-      return low_bits<Element>(x, to_float(from_float<Element>(x))) & 0xFF;
-    };
-    return static_cast<uint32_t>(low(pair[0]) | low(pair[1]) << 8);
   }
 
   // Gives the rows that see inf and NaN in V what the screener took out.

@@ -36,17 +36,15 @@ __device__ __forceinline__ uint4 quad_transpose_32(const uint32_t (&x)[4], int t
               : make_uint4(front_even, front_odd, far_even, far_odd);
 }
 
-// The same with 16 bits x[i].
-__device__ __forceinline__ uint2 quad_transpose_16(const uint32_t (&x)[4], int t) {
+// The same with 16 bits for each thread, in x[0] for threads 0 and 1, in x[1] for 2
+// and 3.
+__device__ __forceinline__ uint2 quad_transpose_16(const uint32_t (&x)[2], int t) {
   constexpr uint32_t kLowHalves = 0x5410;
   constexpr uint32_t kHighHalves = 0x7632;
-  // What is for threads 0 and 1, and for 2 and 3.
-  const uint32_t front = x[0] | x[1] << 16;
-  const uint32_t back = x[2] | x[3] << 16;
-  const uint32_t crossed = __shfl_xor_sync(~0u, t < 2 ? back : front, 2);
+  const uint32_t crossed = __shfl_xor_sync(~0u, t < 2 ? x[1] : x[0], 2);
   // From threads t % 2 and t % 2 + 2: for the even one of this pair, then the odd one.
-  const uint32_t first = t < 2 ? front : crossed;
-  const uint32_t second = t < 2 ? crossed : back;
+  const uint32_t first = t < 2 ? x[0] : crossed;
+  const uint32_t second = t < 2 ? crossed : x[1];
   const bool odd = t % 2 != 0;
   const uint32_t mine = __byte_perm(first, second, odd ? kHighHalves : kLowHalves);
   const uint32_t others = __byte_perm(first, second, odd ? kLowHalves : kHighHalves);
