@@ -180,12 +180,15 @@ struct Consumer {
     issue_scores(ring.stage);
   }
 
-  // P of the item's first tile, whose S has been issued.
-  __device__ __forceinline__ void first_tile(const WorkItem& item, Softmax& softmax) {
+  // P of the item's first tile, whose S has been issued. `leaving`: the slot of Q
+  // through which out of the item before leaves, or -1.
+  __device__ __forceinline__ void first_tile(const WorkItem& item, Softmax& softmax,
+                                             int leaving) {
     const int tile = num_tiles - 1;
     wgmma_wait_group<0>();
     hold_registers(s);
     release_operands(tile);
+    if (leaving >= 0) release_query(leaving);
     if (tile >= num_full_tiles) hide(item, tile);
     softmax.update(s);
     round_scores();
@@ -305,13 +308,12 @@ struct Consumer {
     wait_for_operands(item);
     issue_first_scores();
     bool more = false;
-    int leaving = -1;  // the slot of Q through which out leaves
+    int leaving = -1;
     do {
       Softmax softmax(item.scale);
 #pragma unroll
       for (int i = 0; i < kConfig.output_columns() / 2; ++i) o[i] = 0.f;
-      first_tile(item, softmax);
-      if (leaving >= 0) release_query(leaving);
+      first_tile(item, softmax, leaving);
       if (kConfig.out_through_query()) leaving = query.stage;
       int tile = num_tiles - 2;
 #pragma unroll 1

@@ -7,6 +7,7 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "../common/hidden_values.cuh"
@@ -101,7 +102,8 @@ struct Loader {
   // Loads in the order in which the consumers come to need things, and announces the
   // item `index` once the first copies of this one are on their way.
   __device__ __forceinline__ int load_item(int place, uint32_t index) {
-    constexpr int kAhead = Storage::kQuerySlots - kConfig.num_consumers;
+    constexpr int kAhead =
+        std::min(Storage::kQuerySlots - kConfig.num_consumers, kConfig.num_consumers);
     const WorkItem& item = storage.work[place];
     int tile = item.num_tiles - 1;
     if (tile < 0) {

@@ -17,17 +17,24 @@ namespace jaxflash::sm90 {
 namespace {
 
 // Heads whose K and V stay in L2 together; one at a time where every item sees all keys
-// and passes over them at about the same pace as its neighbours.
-int64_t heads_per_section(const jaxflash_attention_params& params) {
+// and passes over them at about the same pace as its neighbours. Where rows are few,
+// sections are short: their last items load more than they compute, and many heads
+// would bring many of these together.
+int64_t heads_per_section(const jaxflash_attention_params& params, int64_t q_tiles,
+                          int num_sms) {
   if (!uneven(params)) return 1;
   constexpr int64_t kCacheBytes = int64_t{32} << 20;
   constexpr int64_t kElementBytes = 2;
+  constexpr int64_t kFewItems = 2;  // for each SM
+  const int64_t group = params.num_heads / params.num_kv_heads;
   const int64_t bytes = 2 * params.kv_len * params.head_dim * kElementBytes;
   const int64_t kv_heads = batch_size(params) * params.num_kv_heads;
-  const int64_t fitting =
-      std::max<int64_t>(1, kCacheBytes / std::max<int64_t>(1, bytes));
-  const int64_t sections = divide_up(kv_heads, fitting);
-  return divide_up(kv_heads, sections) * (params.num_heads / params.num_kv_heads);
+  int64_t fitting = kCacheBytes / std::max<int64_t>(1, bytes);
+  if (params.q_len <= kFewRows) {
+    fitting = std::min(fitting, kFewItems * num_sms / (q_tiles * group));
+  }
+  const int64_t sections = divide_up(kv_heads, std::max<int64_t>(1, fitting));
+  return divide_up(kv_heads, sections) * group;
 }
 
 }  // namespace
@@ -75,7 +82,8 @@ void plan_forward(const jaxflash_attention_params& params, void* workspace, int 
   a.heads_per_kv_head = static_cast<int>(params.num_heads / params.num_kv_heads);
   a.num_q_tiles = static_cast<uint32_t>(q_tiles);
   a.num_batch_heads = static_cast<uint32_t>(heads);
-  a.heads_per_section = static_cast<uint32_t>(heads_per_section(params));
+  a.heads_per_section =
+      static_cast<uint32_t>(heads_per_section(params, q_tiles, num_sms));
   a.num_work_items = static_cast<uint32_t>(items);
   a.num_blocks = static_cast<uint32_t>(std::min<int64_t>(items, num_sms));
   // Where items differ, a fixed share of them may be too much work for a block.

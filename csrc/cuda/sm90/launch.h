@@ -28,8 +28,9 @@ struct ForwardArguments {
   int v_batch_step;
   int heads_per_kv_head;
   // Work items are the tiles of Q of all heads and batch elements. The order takes
-  // sections of heads whose K and V fit the L2 cache one after the other, and within a
-  // section the late tiles, which see the most keys of a causal call, first.
+  // sections of heads one after the other, at most as many as have K and V in the L2
+  // cache together, and within a section the late tiles, which see the most keys of a
+  // causal call, first.
   uint32_t num_q_tiles;  // of one head
   uint32_t num_batch_heads;
   uint32_t heads_per_section;
