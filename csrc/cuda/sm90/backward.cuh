@@ -41,7 +41,7 @@ void launch_backward(const BackwardArguments& arguments, Launcher& launcher) {
   const int64_t rows =
       static_cast<int64_t>(arguments.num_query_heads) * arguments.num_rows_padded;
   const int64_t key_blocks =
-      static_cast<int64_t>(arguments.order.num_items) * arguments.order.num_heads;
+      static_cast<int64_t>(arguments.order.num_tiles) * arguments.order.num_heads;
   const bool dkv_wanted = params.dk.data != nullptr || params.dv.data != nullptr;
   constexpr bool kEarlyStart = true;
 

@@ -48,55 +48,52 @@ __device__ __forceinline__ void add_dq(const BackwardArguments& arguments,
   griddepcontrol_wait();  // dq_state is zero
   bar_arrive(kDqEmpty + buffer, kDqThreads);
   int steps = 0;
+  const int key_tile = block.tile;
+  const QueryTiles<kBlockQ, kBlockKV> walk(visible, key_tile);
 #pragma unroll 1
-  for (int i = 0; i < block.num_tiles(); ++i) {
-    const int key_tile = block.tile(i);
-    const QueryTiles<kBlockQ, kBlockKV> walk(visible, key_tile);
+  for (int g = 0; g < group_size; ++g) {
+    const int64_t head_row =
+        padded_row(arguments, block.batch_element, block.kv_head * group_size + g);
 #pragma unroll 1
-    for (int g = 0; g < group_size; ++g) {
-      const int64_t head_row =
-          padded_row(arguments, block.batch_element, block.kv_head * group_size + g);
-#pragma unroll 1
-      for (int step = 0; step < walk.count; ++step) {
-        if (steps++ % kStages != buffer) continue;
-        const int q_tile = walk[step];
-        int64_t row = head_row + q_tile * kBlockQ;
-        int* state = arguments.dq_state + row / kBlockQ * kDqSums;
-        bool first_to_come = false;
-        if (by_turns) {
-          const int sum = turns.sum_of(key_tile, walk, q_tile);
-          const int number = turns.turn(sum, q_tile, key_tile);
-          state += sum;
-          row += sum * rows_of_sum;
-          first_to_come = number == 0;
-          if (lane == 0) wait_for_turn(state, number);
-          __syncwarp();
-        }
-        bar_sync(kDqFull + buffer, kDqThreads);
-        if (lane == 0 && wanted) {
-          if (!by_turns) first_to_come = take_place(state);
-          float* target = arguments.dq_accumulator + row * kConfig.head_dim;
-          const uint32_t source = cvta_generic_to_shared(stage);
-          constexpr uint32_t kBytes = kBlockQ * kConfig.head_dim * sizeof(float);
-          if (first_to_come) {
-            cp_async_bulk_store(target, source, kBytes);
-          } else {
-            cp_reduce_async_bulk_add_f32(target, source, kBytes);
-          }
-          cp_async_bulk_commit_group();
-          cp_async_bulk_wait_group_read<0>();
-        }
-        __syncwarp();
-        bar_arrive(kDqEmpty + buffer, kDqThreads);
-        if (lane == 0 && wanted) {
-          if (by_turns) {
-            tell_others(state, 1);
-          } else if (first_to_come) {
-            tell_others(state, kStored);
-          }
-        }
+    for (int step = 0; step < walk.count; ++step) {
+      if (steps++ % kStages != buffer) continue;
+      const int q_tile = walk[step];
+      int64_t row = head_row + q_tile * kBlockQ;
+      int* state = arguments.dq_state + row / kBlockQ * kDqSums;
+      bool first_to_come = false;
+      if (by_turns) {
+        const int sum = turns.sum_of(key_tile, walk, q_tile);
+        const int number = turns.turn(sum, q_tile, key_tile);
+        state += sum;
+        row += sum * rows_of_sum;
+        first_to_come = number == 0;
+        if (lane == 0) wait_for_turn(state, number);
         __syncwarp();
       }
+      bar_sync(kDqFull + buffer, kDqThreads);
+      if (lane == 0 && wanted) {
+        if (!by_turns) first_to_come = take_place(state);
+        float* target = arguments.dq_accumulator + row * kConfig.head_dim;
+        const uint32_t source = cvta_generic_to_shared(stage);
+        constexpr uint32_t kBytes = kBlockQ * kConfig.head_dim * sizeof(float);
+        if (first_to_come) {
+          cp_async_bulk_store(target, source, kBytes);
+        } else {
+          cp_reduce_async_bulk_add_f32(target, source, kBytes);
+        }
+        cp_async_bulk_commit_group();
+        cp_async_bulk_wait_group_read<0>();
+      }
+      __syncwarp();
+      bar_arrive(kDqEmpty + buffer, kDqThreads);
+      if (lane == 0 && wanted) {
+        if (by_turns) {
+          tell_others(state, 1);
+        } else if (first_to_come) {
+          tell_others(state, kStored);
+        }
+      }
+      __syncwarp();
     }
   }
   if (lane == 0) cp_async_bulk_wait_group<0>();

@@ -214,7 +214,7 @@ struct ProbabilityRole : DkvRole<kConfigIndex> {
   }
 
   __device__ __forceinline__ void run() {
-    const int key_tile = block.first_tile;
+    const int key_tile = block.tile;
     const Walk walk(visible, key_tile);
     if (walk.count > 0) {
       wait(shared.barriers.kv_full, 0);
@@ -300,7 +300,7 @@ struct GradientRole : DkvRole<kConfigIndex> {
   }
 
   __device__ __forceinline__ void run() {
-    const int key_tile = block.first_tile;
+    const int key_tile = block.tile;
     const Walk walk(visible, key_tile);
     if (walk.count > 0) {
       wait(shared.barriers.kv_full, 0);

@@ -258,7 +258,39 @@ struct FusedConsumer {
     stage.advance();
   }
 
-  // All steps of one tile of keys. lse of some rows may be natural: any_natural.
+  // Whether no row of a tile of Q sees a key of this warpgroup.
+  __device__ __forceinline__ bool sees_none(int key_tile, int q_tile) const {
+    const int last_row = min((q_tile + 1) * kBlockQ, visible.q_rows) - 1;
+    return visible.key_limit(last_row) <= key_tile * kBlockKV + warpgroup * 64;
+  }
+
+  // The step of such a tile: no products, but dQ of all keys needs dS = 0.
+  __device__ __forceinline__ void pass_over() {
+    const int s = stage.index;
+    wait(shared.barriers.q_full[s], stage.parity);
+    wait(shared.barriers.d_out_full[s], stage.parity);
+    __syncwarp();  // no lane waits for what may be overwritten
+    if (lane == 0) {
+      arrive(shared.barriers.q_empty[s]);
+      arrive(shared.barriers.d_out_empty[s]);
+    }
+    const bool is_own_stage = warpgroup == s;
+    if (!is_own_stage) bar_sync(kDsEmpty + s, kConsumers);
+    const auto& tile = shared.ds[s];
+    const uint32_t panel = tile.address() + warpgroup * tile.kPanelBytes;
+#pragma unroll
+    for (int offset = 16 * thread; offset < tile.kPanelBytes;
+         offset += 16 * kWarpgroup) {
+      st_shared_v4(panel + offset, make_uint4(0, 0, 0, 0));
+    }
+    fence_proxy_async_shared();
+    if (!is_own_stage) bar_arrive(kDsFull + s, kConsumers);
+    if (dq_is_due) make_dq([] {});
+    dq_is_due = is_own_stage;
+    stage.advance();
+  }
+
+  // All steps. lse of some rows may be natural: any_natural.
   __device__ __forceinline__ void walk_group(const Walk& walk, const int* large_lse,
                                              int tiles_of_head, int group_size,
                                              int key_tile, bool any_natural) {
@@ -269,6 +301,10 @@ struct FusedConsumer {
 #pragma unroll 1
       for (; i < num_careful; ++i) {
         const int q_tile = walk[i];
+        if (sees_none(key_tile, q_tile)) {
+          pass_over();
+          continue;
+        }
         const bool natural = any_natural && large_lse[g * tiles_of_head + q_tile] != 0;
         step</*kCareful=*/true>(key_tile, q_tile, natural);
       }
@@ -277,12 +313,12 @@ struct FusedConsumer {
     }
   }
 
-  // dK and dV of a tile of keys, by way of the shared memory of K and V.
-  __device__ __forceinline__ void store_gradients(const KeyBlock& block, int key_tile) {
+  // dK and dV, by way of the shared memory of K and V.
+  __device__ __forceinline__ void store_gradients(const KeyBlock& block) {
     const auto& tiles = shared.operands;
     const jaxflash_tensor& d_k = arguments.params.dk;
     const jaxflash_tensor& d_v = arguments.params.dv;
-    const int first_key = key_tile * kBlockKV;
+    const int first_key = block.tile * kBlockKV;
     const int thread_key = first_key + warp_row() + lane / 4;
     finish_gradient(dv, 1.f, visible, thread_key);
     finish_gradient(dk, scale, visible, thread_key);
@@ -295,8 +331,7 @@ struct FusedConsumer {
     copy_gradient(d_v, &arguments.dv, tiles.v, block, first_key, warpgroup * 64);
     copy_gradient(d_k, &arguments.dk, tiles.k, block, first_key, warpgroup * 64);
     cp_async_bulk_commit_group();
-    cp_async_bulk_wait_group_read<0>();
-    arrive(shared.barriers.kv_empty);
+    cp_async_bulk_wait_group_read<0>();  // shared memory stays until then
   }
 
   __device__ __forceinline__ void run(const KeyBlock& block) {
@@ -309,22 +344,16 @@ struct FusedConsumer {
             kBlockQ;
     griddepcontrol_wait();  // large_lse is written
     const bool any_natural = any_large_lse(large_lse, group_size * tiles_of_head, lane);
-    uint32_t kv_parity = 0;
     bar_arrive(kDsEmpty + warpgroup, kConsumers);
-#pragma unroll 1
-    for (int i = 0; i < block.num_tiles(); ++i) {
-      const int key_tile = block.tile(i);
-      const Walk walk(visible, key_tile);
-      set_zero(dk);
-      set_zero(dv);
-      if (walk.count > 0) {
-        wait(shared.barriers.kv_full, kv_parity);
-        kv_parity ^= 1;
-        walk_group(walk, large_lse, tiles_of_head, group_size, key_tile, any_natural);
-        if (dq_is_due) make_dq([] {});
-      }
-      store_gradients(block, key_tile);
+    const Walk walk(visible, block.tile);
+    set_zero(dk);
+    set_zero(dv);
+    if (walk.count > 0) {
+      wait(shared.barriers.kv_full, 0);
+      walk_group(walk, large_lse, tiles_of_head, group_size, block.tile, any_natural);
+      if (dq_is_due) make_dq([] {});
     }
+    store_gradients(block);
   }
 };
 

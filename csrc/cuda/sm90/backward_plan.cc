@@ -17,8 +17,6 @@
 namespace jaxflash::sm90 {
 namespace {
 
-constexpr int64_t kElementBytes = 2;
-
 // A gradient leaves in 16-byte chunks or, as float32, by elements.
 bool storable(const jaxflash_tensor& gradient, const MatrixExtents& extents) {
   return gradient.data == nullptr || gradient.dtype == JAXFLASH_FLOAT32 ||
@@ -69,48 +67,21 @@ bool by_turns(const jaxflash_attention_backward_params& params,
          wants_dq(params) && !config.separate_dq();
 }
 
-// Heads whose operands stay in L2 together. One at a time where all blocks have the
-// same work.
-int64_t heads_in_section(const jaxflash_attention_params& params,
-                         const BackwardConfig& config) {
-  if (!uneven(params)) return 1;
-  constexpr int64_t kCacheBytes = int64_t{32} << 20;
-  // K and V; of one query head Q, dO and the float32 dQ.
-  const int64_t dq_bytes = config.separate_dq() ? 0 : sizeof(float);
-  const int64_t bytes =
-      params.head_dim * (params.kv_len * 2 * kElementBytes +
-                         params.q_len * (2 * kElementBytes + dq_bytes));
-  return std::max<int64_t>(1, kCacheBytes / std::max<int64_t>(1, bytes));
-}
-
-// Pairs of key tiles even out causal blocks. They pay where blocks are few and long,
-// which is where they walk over several query heads, if they fill the SMs.
-bool pairs_pay(const jaxflash_attention_params& params, const BackwardConfig& config,
-               int64_t key_tiles, int num_sms) {
-  if (params.is_causal == 0) return false;
-  if (config.separate_dq() || params.num_heads == params.num_kv_heads) return false;
-  constexpr double kFilled = 0.9;
-  const int64_t pairs =
-      divide_up(key_tiles, 2) * params.num_kv_heads * batch_size(params);
-  return static_cast<double>(pairs) >=
-         kFilled * static_cast<double>(divide_up(pairs, num_sms) * num_sms);
-}
-
 KeyTileOrder key_tile_order(const jaxflash_attention_params& params,
                             const BackwardConfig& config, bool by_turns, int num_sms) {
   const int64_t tiles = divide_up(params.kv_len, config.block_kv);
   const int64_t heads = params.num_kv_heads * batch_size(params);
+  // Where blocks differ in work: no more heads than it takes to give every SM a block.
+  const int64_t section = uneven(params) ? num_sms / std::max<int64_t>(1, tiles) : 1;
   KeyTileOrder order = {};
   order.by_turns = by_turns;
-  order.paired = !by_turns && pairs_pay(params, config, tiles, num_sms);
   // Where work differs by the tile, the longest blocks start early enough to end with
   // the others, and late enough to wait for few.
   order.num_early = static_cast<uint32_t>(params.is_causal != 0 ? tiles * 3 / 8 : 0);
   order.num_tiles = static_cast<uint32_t>(tiles);
-  order.num_items = static_cast<uint32_t>(order.paired ? divide_up(tiles, 2) : tiles);
   order.num_heads = static_cast<uint32_t>(heads);
-  order.heads_in_section = static_cast<uint32_t>(
-      order.paired ? 1 : std::min(heads, heads_in_section(params, config)));
+  order.heads_in_section =
+      static_cast<uint32_t>(std::min(heads, std::max<int64_t>(1, section)));
   return order;
 }
 

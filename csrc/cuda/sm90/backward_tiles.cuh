@@ -3,8 +3,7 @@
 // What the Hopper kernels for dK and dV have in common: which tiles a thread block
 // works on, where they lie in shared memory, and the warp that loads them.
 //
-//   block   one item of KeyTileOrder: a tile of keys, or two
-//   tile    K and V stay in shared memory, dK and dV in registers
+//   block   a tile of keys: K and V stay in shared memory, dK and dV in registers
 //   step    one tile of Q and dO of one query head of the group, two stages
 #pragma once
 
@@ -19,19 +18,18 @@
 
 namespace jaxflash::sm90 {
 
-// The item of block `number`.
+// What block `number` takes of KeyTileOrder.
 struct KeyBlock {
   uint32_t batch_element;
   int kv_head;
-  int first_tile;
-  int second_tile;  // or first_tile: there is only one
+  int tile;
 
   __device__ __forceinline__ KeyBlock(const BackwardArguments& arguments,
                                       uint32_t number) {
     const KeyTileOrder& order = arguments.order;
     const auto num_kv_heads =
         static_cast<uint32_t>(arguments.params.forward.num_kv_heads);
-    const uint32_t blocks_in_section = order.heads_in_section * order.num_items;
+    const uint32_t blocks_in_section = order.heads_in_section * order.num_tiles;
     const uint32_t section = number / blocks_in_section;
     const uint32_t block = number % blocks_in_section;
     const uint32_t first_head = section * order.heads_in_section;
@@ -39,14 +37,11 @@ struct KeyBlock {
     const uint32_t head = first_head + block % heads;
     batch_element = head / num_kv_heads;
     kv_head = static_cast<int>(head % num_kv_heads);
-    const uint32_t item = block / heads;
-    const uint32_t tile = !order.by_turns ? item
-                          : item < order.num_early
-                              ? order.num_early - 1 - item
-                              : order.num_tiles - 1 - (item - order.num_early);
-    first_tile = static_cast<int>(tile);
-    second_tile =
-        order.paired ? static_cast<int>(order.num_tiles) - 1 - first_tile : first_tile;
+    const uint32_t rank = block / heads;
+    tile = static_cast<int>(!order.by_turns ? rank
+                            : rank < order.num_early
+                                ? order.num_early - 1 - rank
+                                : order.num_tiles - 1 - (rank - order.num_early));
   }
 
   // Calls that come here have one batch axis.
@@ -54,12 +49,6 @@ struct KeyBlock {
     BatchIndex index = {};
     index.axis[0] = batch_element;
     return index;
-  }
-  __device__ __forceinline__ int num_tiles() const {
-    return first_tile == second_tile ? 1 : 2;
-  }
-  __device__ __forceinline__ int tile(int i) const {
-    return i == 0 ? first_tile : second_tile;
   }
 };
 
@@ -141,7 +130,6 @@ struct alignas(16) RowValues {
 
 struct OperandBarriers {
   uint64_t kv_full;
-  uint64_t kv_empty;         // also of dK and dV, which are staged there
   uint64_t q_full[kStages];  // Q and lse
   uint64_t q_empty[kStages];
   uint64_t d_out_full[kStages];  // dO and delta
@@ -151,7 +139,6 @@ struct OperandBarriers {
   // q_releases, d_out_releases: arrivals that hand back a stage.
   __device__ __forceinline__ void init(int q_releases, int d_out_releases) {
     mbarrier_init(cvta_generic_to_shared(&kv_full), 2);
-    mbarrier_init(cvta_generic_to_shared(&kv_empty), 2);
     mbarrier_init(cvta_generic_to_shared(&landed), 1);
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
@@ -214,12 +201,12 @@ struct TileLoader {
     mbarrier_wait(landed, landed_parity);
     landed_parity ^= 1;
 #pragma unroll 1
-    for (int panel = 0; panel < tile.kNumPanels; ++panel) {
-#pragma unroll 1
-      for (int offset = lane * 16; offset < tile.kPanelBytes; offset += 32 * 16) {
-        const int tile_row = offset / kPanelRowBytes;
-        if (tile_row >= begin_row - row && tile_row < end_row - row) continue;
-        st_shared_v4(tile.address() + panel * tile.kPanelBytes + offset,
+    for (int r = row + lane; r < row + kRows; r += 32) {
+      if (r >= begin_row && r < end_row) continue;
+      const uint32_t address = tile.address() + (r - row) * kPanelRowBytes;
+#pragma unroll
+      for (int chunk = 0; chunk < tile.kNumPanels * 8; ++chunk) {
+        st_shared_v4(address + chunk / 8 * tile.kPanelBytes + chunk % 8 * 16,
                      make_uint4(0, 0, 0, 0));
       }
     }
@@ -269,49 +256,45 @@ __device__ __forceinline__ void load_operands(const BackwardArguments& arguments
   }
   TileLoader loader(barriers.landed, lane);
   Stage stage;
+  const QueryTiles<kBlockQ, kConfig.block_kv> walk(visible, block.tile);
+  if (walk.count == 0) return;
+  const int key = block.tile * kConfig.block_kv;
+  loader.load(tiles.k, &arguments.k, barriers.kv_full, 0, key, 0, end_key,
+              block.kv_head, map_batch(forward.k, block.batch_element));
+  loader.load(tiles.v, &arguments.v, barriers.kv_full, 0, key, 0, end_key,
+              block.kv_head, map_batch(forward.v, block.batch_element));
+  const int begin_row = visible.first_row(key);
+  griddepcontrol_wait();  // lse and delta are written
+  int64_t head_row =
+      padded_row(arguments, block.batch_element, block.kv_head * group_size);
+  const int end_head = (block.kv_head + 1) * group_size;
 #pragma unroll 1
-  for (int i = 0; i < block.num_tiles(); ++i) {
-    const int key_tile = block.tile(i);
-    const QueryTiles<kBlockQ, kConfig.block_kv> walk(visible, key_tile);
-    if (walk.count == 0) break;
-    if (i > 0) wait(barriers.kv_empty, 0);  // dK and dV of the first tile are stored
-    const int key = key_tile * kConfig.block_kv;
-    loader.load(tiles.k, &arguments.k, barriers.kv_full, 0, key, 0, end_key,
-                block.kv_head, map_batch(forward.k, block.batch_element));
-    loader.load(tiles.v, &arguments.v, barriers.kv_full, 0, key, 0, end_key,
-                block.kv_head, map_batch(forward.v, block.batch_element));
-    const int begin_row = visible.first_row(key);
-    griddepcontrol_wait();  // lse and delta are written
+  for (int head = block.kv_head * group_size; head < end_head; ++head) {
 #pragma unroll 1
-    for (int g = 0; g < group_size; ++g) {
-      const int head = block.kv_head * group_size + g;
-      const int64_t head_row = padded_row(arguments, block.batch_element, head);
-#pragma unroll 1
-      for (int step = 0; step < walk.count; ++step) {
-        const int row = walk[step] * kBlockQ;
-        const int s = stage.index;
-        wait(barriers.q_empty[s], stage.parity ^ 1);
-        loader.load(tiles.q[s], &arguments.q, barriers.q_full[s], kRowBytes, row,
-                    begin_row, end_row, head,
-                    map_batch(forward.q, block.batch_element));
-        if (lane == 0) {
-          cp_async_bulk_load(cvta_generic_to_shared(rows.lse[s]),
-                             arguments.lse + head_row + row, kRowBytes,
-                             cvta_generic_to_shared(&barriers.q_full[s]));
-        }
-        wait(barriers.d_out_empty[s], stage.parity ^ 1);
-        loader.load(tiles.d_out[s], &arguments.d_out, barriers.d_out_full[s], kRowBytes,
-                    row, begin_row, end_row, head,
-                    map_batch(arguments.params.d_out, block.batch_element));
-        if (lane == 0) {
-          cp_async_bulk_load(cvta_generic_to_shared(rows.delta[s]),
-                             arguments.delta + head_row + row, kRowBytes,
-                             cvta_generic_to_shared(&barriers.d_out_full[s]));
-        }
-        __syncwarp();  // a lane two phases ahead of the others would keep them waiting
-        stage.advance();
+    for (int step = 0; step < walk.count; ++step) {
+      const int row = walk[step] * kBlockQ;
+      const int s = stage.index;
+      wait(barriers.q_empty[s], stage.parity ^ 1);
+      loader.load(tiles.q[s], &arguments.q, barriers.q_full[s], kRowBytes, row,
+                  begin_row, end_row, head, map_batch(forward.q, block.batch_element));
+      if (lane == 0) {
+        cp_async_bulk_load(cvta_generic_to_shared(rows.lse[s]),
+                           arguments.lse + head_row + row, kRowBytes,
+                           cvta_generic_to_shared(&barriers.q_full[s]));
       }
+      wait(barriers.d_out_empty[s], stage.parity ^ 1);
+      loader.load(tiles.d_out[s], &arguments.d_out, barriers.d_out_full[s], kRowBytes,
+                  row, begin_row, end_row, head,
+                  map_batch(arguments.params.d_out, block.batch_element));
+      if (lane == 0) {
+        cp_async_bulk_load(cvta_generic_to_shared(rows.delta[s]),
+                           arguments.delta + head_row + row, kRowBytes,
+                           cvta_generic_to_shared(&barriers.d_out_full[s]));
+      }
+      __syncwarp();  // a lane two phases ahead of the others would keep them waiting
+      stage.advance();
     }
+    head_row += arguments.num_rows_padded;
   }
 }
 

@@ -15,18 +15,14 @@
 
 namespace jaxflash::sm90 {
 
-// Which tiles of keys of which heads a block takes. Heads go in sections whose operands
-// share L2; within one, the blocks of all its heads that have the most work come first.
+// Which tile of keys of which head a block takes. Heads go in sections;
+// within one, the blocks of all its heads that have the most work come first.
 struct KeyTileOrder {
   uint32_t num_tiles;         // of one key/value head
-  uint32_t num_items;         // of one head: tiles, or pairs of them
   uint32_t num_heads;         // num_kv_heads * batch
   uint32_t heads_in_section;  // at most num_heads
-  // An item is the tiles i and num_tiles - 1 - i, one after the other: in a causal call
-  // all items have the same work.
-  bool paired;
-  // Blocks take turns (backward_turns.cuh): the items are first the tiles below
-  // num_early, then the others, the later keys first of both.
+  // Blocks take turns (backward_turns.cuh): first the tiles below num_early, then the
+  // others, the later keys first of both.
   bool by_turns;
   uint32_t num_early;
 };
