@@ -90,6 +90,7 @@ class Kernels:
     dtypes: tuple[str, ...]
     operands: tuple[str, ...]
     max_head_dim: int
+    window: bool = False
 
     def refusal(
         self, spec: Spec, dtype: str, head_dim: int, value_head_dim: int
@@ -98,7 +99,8 @@ class Kernels:
         for name in spec.operands:
             if name not in self.operands:
                 return "dropout_rate" if name == "dropout_seed" else name
-        if spec.window_left != UNLIMITED or spec.window_right != UNLIMITED:
+        windows = (spec.window_left, spec.window_right)
+        if windows != (UNLIMITED, UNLIMITED) and not self.window:
             return "local_window_size"
         if spec.softcap:
             return "softcap"
@@ -118,7 +120,7 @@ class Kernels:
         return (
             f"{', '.join(self.dtypes)} with equal head dims from 1 to "
             f"{self.max_head_dim} and the arguments {', '.join(self.operands)}, "
-            "is_causal"
+            f"is_causal{', local_window_size' if self.window else ''}"
         )
 
 
@@ -132,7 +134,9 @@ _COMMON_OPERANDS = (
     "key_value_seq_lengths",
 )
 KERNELS: dict[str, Kernels] = {
-    "cpu": Kernels(("float32", "bfloat16", "float16"), _COMMON_OPERANDS, 256),
+    "cpu": Kernels(
+        ("float32", "bfloat16", "float16"), _COMMON_OPERANDS, 256, window=True
+    ),
     "cuda": Kernels(("bfloat16", "float16"), _COMMON_OPERANDS, 256),
 }
 IMPLEMENTATIONS = (*KERNELS, "reference")

@@ -120,7 +120,12 @@ class Call:
             for name, buffer in self.inputs.items()
             if name not in ("d_out", "d_lse")
         }
-        return arguments | {"is_causal": bool(self.params.is_causal)}
+        p = self.params
+        sides = (p.window_left, p.window_right)
+        return arguments | {
+            "is_causal": bool(p.is_causal),
+            "local_window_size": tuple(None if side == -1 else side for side in sides),
+        }
 
 
 def make_call(

@@ -106,33 +106,6 @@ def test_minus_infinity_bias_over_a_whole_row_is_a_row_without_keys(implementati
     assert np.all(np.asarray(grads["bias"][..., 5, :]) == 0)
 
 
-OFFSETS = [np.asarray(offset, np.int32) for offset in (0, 4, -6)]
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
-    "window", [0, 3, (3, 0), (0, 5), (2, 1), (None, 2), (2, None), (None, None), 99]
-)
-def test_window(implementation, window, is_causal):
-    for offset in OFFSETS:
-        call = make(local_window_size=window, query_offset=offset, is_causal=is_causal)
-        assert_forward(call, *run(call, implementation))
-
-
-@pytest.mark.parametrize("window", [3, (2, 1), (None, 2), (5, None)])
-def test_window_gradients(implementation, window):
-    check(make(local_window_size=window, query_offset=2), implementation)
-
-
-@pytest.mark.parametrize("left", [S, S - 1, 10_000, 2**31 - 1, None])
-def test_a_window_as_long_as_the_keys_is_causal(implementation, left):
-    call = make()
-    windowed = run(call | {"local_window_size": (left, 0)}, implementation)
-    causal = run(call | {"is_causal": True}, implementation)
-    for got, want in zip(windowed, causal, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_segments(implementation, dtype, is_causal):
     check(make(dtype, **SEGMENTS, is_causal=is_causal), implementation)
@@ -202,6 +175,9 @@ def test_infinite_sinks(implementation):
     assert np.all(np.asarray(grads["sinks"][:2]) == 0)
     assert np.all(np.asarray(grads["query"][:, :, 1]) == 0)
     assert_gradients(call, grads, *cts)
+
+
+OFFSETS = [np.asarray(offset, np.int32) for offset in (0, 4, -6)]
 
 
 @pytest.mark.parametrize("shape", [(N,), (B, N), (1, N)])

@@ -73,6 +73,21 @@ def test_every_batch_rank_works(batch):
     check_padding(call.inputs | call.outputs | call.gradients)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("left", "right"), [(0, 0), (9, 40), (2**62, 3), (5, 2**62), (-1, 2)]
+)
+def test_windows(left, right, is_causal):
+    call = c_api.make_call(
+        T=130, S=90, dtype="bfloat16", is_causal=is_causal, layout="gaps"
+    )
+    for params in (call.params, call.backward.forward):
+        params.window_left, params.window_right = left, right
+    check_forward(call)
+    check_backward(call)
+    check_padding(call.inputs | call.outputs | call.gradients)
+
+
 def test_inputs_may_be_shared_by_the_batch():
     scalars = {"kv_seq_lengths": np.int32(6), "scale": np.float32(0.3)}
     call = c_api.make_call(

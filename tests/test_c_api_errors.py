@@ -162,7 +162,6 @@ UNSUPPORTED = {
     name: (tensor_with(name, dtype=dtype), f"{name}: ", f"leave {name}.data NULL")
     for name, dtype in TENSORS_NOT_SERVED.items()
 } | {
-    "window": (sizes(window_left=3), "window_left", "got 3 and -1", "set both to -1"),
     "softcap": (sizes(softcap=30.0), "softcap: ", "got 30", "set it to 0"),
 }
 

@@ -178,7 +178,6 @@ def test_traced_values_of_static_arguments_are_named(name):
 UNSERVED = [
     ({"mask": np.ones((B, 1, T, S), bool)}, "mask"),
     ({"bias": zeros(B, 1, T, S)}, "bias"),
-    ({"local_window_size": 2}, "local_window_size"),
     ({"softcap": 3.0}, "softcap"),
     ({"sinks": zeros(N)}, "sinks"),
     ({"alibi_slopes": zeros(N)}, "alibi_slopes"),
@@ -191,8 +190,15 @@ UNSERVED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cuda"])
-@pytest.mark.parametrize(("changes", "name"), UNSERVED, ids=[x[1] for x in UNSERVED])
+UNSERVED_BY = [(backend, *case) for backend in ("cpu", "cuda") for case in UNSERVED]
+UNSERVED_BY += [("cuda", {"local_window_size": 2}, "local_window_size")]
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "name"),
+    UNSERVED_BY,
+    ids=[f"{b}-{n}" for b, _, n in UNSERVED_BY],
+)
 def test_explicit_implementation_refuses_what_it_does_not_serve(backend, changes, name):
     call = make_call(T, S, batch=(B,), N=N, K=K, H=H, dtype="float16") | changes
     call["implementation"] = backend

@@ -87,7 +87,6 @@ SERVED = {
 UNSERVED = {
     "softcap": {"softcap": 5.0},
     "mask": {"mask": np.ones((1, 1, 6, 9), bool)},
-    "local_window_size": {"local_window_size": 3},
 }
 
 

@@ -16,7 +16,6 @@ T, S = 6, 9
 UNSERVED = {
     "mask": {"mask": np.ones((1, 1, T, S), bool)},
     "bias": {"bias": np.zeros((1, 1, T, S), np.float32)},
-    "local_window_size": {"local_window_size": 3},
     "softcap": {"softcap": 5.0},
     "sinks": {"sinks": np.zeros(4, np.float32)},
     "alibi_slopes": {"alibi_slopes": np.zeros(4, np.float32)},

@@ -7,6 +7,8 @@ from compare import assert_forward, assert_gradients
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from jaxflash.spec import KERNELS
+
 # No shrinking: each step would compile anew, and the calls are small to begin with.
 SETTINGS = settings(
     deadline=None,
@@ -43,6 +45,13 @@ def kernel_calls(draw, dtype):
     if draw(st.booleans()):
         call["key_value_seq_lengths"] = per_batch(0, S)
     return call
+
+
+@st.composite
+def windowed_calls(draw, dtype):
+    """A call with a window that may be unlimited on a side."""
+    side = st.one_of(st.none(), st.integers(0, 50))
+    return draw(kernel_calls(dtype)) | {"local_window_size": (draw(side), draw(side))}
 
 
 @st.composite
@@ -88,6 +97,16 @@ def check(call, implementation):
 def test_random_calls(implementation, working_dtype):
     @SETTINGS
     @given(call=kernel_calls(working_dtype))
+    def run_all(call):
+        check(call, implementation)
+
+    run_all()
+
+
+@pytest.mark.implementations(*(name for name in KERNELS if KERNELS[name].window))
+def test_random_calls_with_a_window(implementation, working_dtype):
+    @SETTINGS
+    @given(call=windowed_calls(working_dtype))
     def run_all(call):
         check(call, implementation)
 

@@ -38,7 +38,8 @@ def test_table_of_backends_follows_the_code():
         assert row["head dim H = Hv"][i] == f"1 to {kernels.max_head_dim}"
         served = {"yes": True, "not yet": False}
         assert served[row["float32"][i]] == ("float32" in kernels.dtypes)
-        masks = row["`mask`, `bias`, `local_window_size`, segment ids"][i]
+        assert served[row["`local_window_size`"][i]] == kernels.window
+        masks = row["`mask`, `bias`, segment ids"][i]
         assert served[masks] == ("mask" in kernels.operands)
         scores = row["`softcap`, `sinks`, `alibi_slopes`, dropout"][i]
         assert served[scores] == ("sinks" in kernels.operands)

@@ -12,7 +12,11 @@ namespace jaxflash::cpu {
 namespace {
 
 constexpr size_t kAlignment = 64;
-constexpr Support kSupport = {"cpu", kMaxHeadDim, /*float32=*/true};
+constexpr Support kSupport = [] {
+  Support support = {"cpu", kMaxHeadDim};
+  support.float32 = support.window = true;
+  return support;
+}();
 
 // Checks a call whose parameters were found `valid`.
 jaxflash_status check(jaxflash_status valid, const jaxflash_attention_params* params,

@@ -66,13 +66,17 @@ class BackwardTask {
     last_key = std::min(last_key, head_.visible.kv_rows);
     last_row = std::min(last_row, head_.visible.q_rows * head_.group);
     for (int64_t j = first_key; j < last_key; j += blocks_.keys) {
-      // Rows before the first one that sees key j see no key of this block.
+      const int keys = static_cast<int>(std::min<int64_t>(blocks_.keys, last_key - j));
+      // Rows before the first one that sees key j see no key of this block, nor do
+      // those behind the last one that sees its last key.
       const int64_t skipped = head_.visible.first_row(j) * head_.group - first_row;
       int64_t row =
           first_row + std::max<int64_t>(skipped, 0) / blocks_.rows * blocks_.rows;
-      if (row >= last_row) continue;
-      pack_keys(j, static_cast<int>(std::min<int64_t>(blocks_.keys, last_key - j)));
-      for (; row < last_row; row += blocks_.rows) {
+      const int64_t end =
+          std::min(last_row, head_.visible.row_limit(j + keys - 1) * head_.group);
+      if (row >= end) continue;
+      pack_keys(j, keys);
+      for (; row < end; row += blocks_.rows) {
         add_rows(row,
                  static_cast<int>(std::min<int64_t>(blocks_.rows, last_row - row)));
       }
@@ -102,31 +106,43 @@ class BackwardTask {
       pack_along_rows<M>(head_.q, row, rows, head_dim_, q_pairs_, head_dim_);
       pack_along_rows<M>(head_.d_out, row, rows, head_dim_, d_out_pairs_, head_dim_);
     }
+    const auto within = [this](int64_t key) {
+      return static_cast<int32_t>(std::clamp<int64_t>(key - first_key_, 0, keys_));
+    };
     for (int i = 0; i < rows; ++i) {
-      const int64_t limit = head_.key_limit(row + i) - first_key_;
-      limit_[i] = static_cast<int32_t>(std::clamp<int64_t>(limit, 0, keys_));
+      begin_[i] = within(head_.key_begin(row + i));
+      limit_[i] = within(head_.key_limit(row + i));
     }
-    const int seen = limit_[rows - 1];  // the last row sees the most keys
-    if (seen == 0) return;
+    // Of the block, what some row sees, from a whole panel on.
+    const int first = begin_[0] / kPanel * kPanel;
+    const int seen = limit_[rows - 1];
+    if (seen <= begin_[0]) return;
 
     std::fill_n(ds_sums_, rows * kLanes, 0.0f);
-    for (int lane = 0; lane < seen; lane += kPanel) {
+    for (int lane = first; lane < seen; lane += kPanel) {
       add_panel(row, rows, lane, std::min(seen - lane, kPanel));
     }
     if (!head_.wants_dq) return;
     for (int i = 0; i < rows; ++i) {
       head_.ds_sum[row + i] += sum(load(ds_sums_ + i * kLanes));
     }
-    const Operands dq = {ds_rows_,    words<M>(blocks_.keys), k_,
-                         padded_dim_, head_.dq_row(row),      padded_dim_,
+    const int skipped = words<M>(first);
+    const Operands dq = {ds_rows_ + skipped,
+                         words<M>(blocks_.keys),
+                         k_ + static_cast<int64_t>(skipped) * padded_dim_,
+                         padded_dim_,
+                         head_.dq_row(row),
+                         padded_dim_,
                          nullptr};
     const int vectors = padded_dim_ / kLanes;
-    const int depth = words<M>(seen);
-    const bool hidden = limit_[0] < seen || seen % M::kElements != 0;
+    const int depth = words<M>(seen) - skipped;
+    const bool hidden =
+        limit_[0] < seen || begin_[rows - 1] > first || seen % M::kElements != 0;
     if (hidden && any_non_finite<M>(k_, words<M>(keys_), padded_dim_, padded_dim_)) {
       masked_gemm<Dot, Contiguous::kK, Update::kAdd>(
-          rows, vectors, depth, dq, [this](int m, int k, int) {
-            return bits_before<M>(broadcast(limit_[m]), k);
+          rows, vectors, depth, dq, [this, skipped](int m, int k, int) {
+            return bits_between<M>(broadcast(begin_[m]), broadcast(limit_[m]),
+                                   skipped + k);
           });
     } else {
       gemm<Dot, Contiguous::kK, Update::kAdd>(rows, vectors, depth, dq);
@@ -143,7 +159,7 @@ class BackwardTask {
         rows, vectors, depth_,
         {d_out_, depth_, v_transposed_ + at, kPanel, dp_, kPanel, nullptr});
 
-    const bool hidden = limit_[0] < lane + vectors * kLanes;
+    const bool hidden = limit_[0] < lane + vectors * kLanes || begin_[rows - 1] > lane;
     if (head_.wants_dscale) {
       hidden ? softmax_gradient<true, true>(row, rows, lane, vectors)
              : softmax_gradient<false, true>(row, rows, lane, vectors);
@@ -168,6 +184,9 @@ class BackwardTask {
     }
   }
 
+  // Whether row i of the block sees these keys of it.
+  Ints sees(int i, Ints key) const { return (begin_[i] <= key) & (key < limit_[i]); }
+
   // dV^T += dO^T P, or dK^T += Q^T dS.
   void add_transposed(int rows, int vectors, int lane, bool hidden, const Operands& o) {
     const int depth = words<M>(rows);
@@ -176,10 +195,10 @@ class BackwardTask {
           head_dim_, vectors, depth, o, [&](int, int k, int v) {
             const Ints key = iota() + (lane + v * kLanes);
             if constexpr (M::kPairs) {
-              const int high = 2 * k + 1 < rows ? limit_[2 * k + 1] : 0;
-              return ((key < limit_[2 * k]) & 0xffff) | ((key < high) & ~0xffff);
+              const Ints high = 2 * k + 1 < rows ? sees(2 * k + 1, key) : Ints{};
+              return (sees(2 * k, key) & 0xffff) | (high & ~0xffff);
             } else {
-              return key < limit_[k];
+              return sees(k, key);
             }
           });
     } else {
@@ -223,7 +242,7 @@ class BackwardTask {
     *p = exp2((s * head_.scale - head_.lse[row]) * kLog2E);
     *ds = *p * (load(dp_ + at) - head_.delta[row] + head_.d_lse[row]);
     if constexpr (kHidden) {
-      const Ints visible = iota() + (lane + v * kLanes) < limit_[i];
+      const Ints visible = sees(i, iota() + (lane + v * kLanes));
       *p = bit_and(*p, visible);
       *ds = bit_and(*ds, visible);
       s = bit_and(s, visible);
@@ -260,7 +279,8 @@ class BackwardTask {
   const int depth_;  // words of a row of Q, K, V, dO
   int64_t first_key_ = 0;
   int keys_ = 0;                             // of the packed block
-  int32_t limit_[BackwardBlocks::kMaxRows];  // row i sees the first limit_[i] of them
+  int32_t begin_[BackwardBlocks::kMaxRows];  // row i sees of them begin_[i] to
+  int32_t limit_[BackwardBlocks::kMaxRows];  // limit_[i]
 
   float *k_transposed_, *v_transposed_;  // [panels, depth, kPanel]
   float* k_;                             // [words of keys, padded_dim]

@@ -124,10 +124,9 @@ class BackwardHead {
       : BackwardHead(b, head / b.forward.num_kv_heads, head % b.forward.num_kv_heads,
                      BackwardLayout(b.forward), workspace) {}
 
+  int64_t key_begin(int64_t row) const { return visible.key_begin(row / group); }
   int64_t key_limit(int64_t row) const { return visible.key_limit(row / group); }
-  bool sees_keys(int64_t row) const {
-    return row / group < visible.q_rows && key_limit(row) > 0;
-  }
+  bool sees_keys(int64_t row) const { return visible.sees_keys(row / group); }
 
   float* dq_row(int64_t row) const { return dq_ + row * padded_dim; }
   float* dk_panel(int64_t key) const { return dk_ + key / kPanel * head_dim * kPanel; }
@@ -178,10 +177,12 @@ class BackwardHead {
   // dS of a row sums to d_lse by definition. In floating point it does not, mostly
   // because delta comes from the rounded out, and it is rounded itself for dS K: where
   // keys have a common mean, that mean times the defect would drown dQ. What is too
-  // much is taken back along the mean of the keys that the row sees.
+  // much is taken back along the mean of the keys that the row sees, or of the last of
+  // them where a window makes them others for every row.
   void store_rows(int64_t first, int64_t last, int64_t chunk_keys) const {
+    constexpr int64_t kWindowKeys = 64;
     float key_sum[kMaxHeadDim] = {}, dq[kMaxHeadDim];
-    int64_t keys = 0;
+    int64_t begin = 0, keys = 0;  // key_sum is that of the keys [begin, keys)
     for (int64_t r = first; r < std::min(last, layout_.rows); ++r) {
       const bool seen = sees_keys(r);
       if (wants_dscale) *dscale_out_.row(r) = seen ? dscale(r) : 0.0f;
@@ -191,12 +192,19 @@ class BackwardHead {
         continue;
       }
       const int64_t limit = key_limit(r);
+      const int64_t wanted_begin = visible.left == Visibility::kUnlimited
+                                       ? 0
+                                       : std::max(key_begin(r), limit - kWindowKeys);
+      if (wanted_begin != begin) {
+        begin = keys = wanted_begin;
+        std::fill_n(key_sum, head_dim, 0.0f);
+      }
       for (; keys % chunk_keys == 0 && keys + chunk_keys <= limit; keys += chunk_keys) {
         const float* sums = key_sums_ + keys / chunk_keys * head_dim;
         for (int h = 0; h < head_dim; ++h) key_sum[h] += sums[h];
       }
       for (; keys < limit; ++keys) add_key(keys, key_sum);
-      const float excess = (ds_sum[r] - d_lse[r]) / static_cast<float>(limit);
+      const float excess = (ds_sum[r] - d_lse[r]) / static_cast<float>(limit - begin);
       for (int h = 0; h < head_dim; ++h) dq[h] = dq_row(r)[h] - excess * key_sum[h];
       dq_out_.store(r, dq, scale, head_dim);
     }

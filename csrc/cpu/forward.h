@@ -109,8 +109,10 @@ class ForwardTask {
     const int panels = static_cast<int>((end - first + kPanel - 1) / kPanel);
     for (int p = 0; p < panels; ++p) start_panel(p, first + p * kPanel, end);
 
+    // Blocks of keys lie where they do for every task.
+    const int64_t begin = key_begin(first) / blocks_.keys * blocks_.keys;
     const int64_t keys = key_limit(end - 1);
-    for (int64_t j = 0; j < keys; j += blocks_.keys) {
+    for (int64_t j = begin; j < keys; j += blocks_.keys) {
       const int count = static_cast<int>(std::min<int64_t>(blocks_.keys, keys - j));
       pack_rows<M>(k_, j, count, head_dim_, k_block_, depth_);
       pack_along_rows<M>(v_, j, count, head_dim_, v_block_, head_dim_);
@@ -123,6 +125,7 @@ class ForwardTask {
     for (int p = 0; p < panels; ++p) store_panel(p, first + p * kPanel, end);
   }
 
+  int64_t key_begin(int64_t row) const { return visible_.key_begin(row / group_); }
   int64_t key_limit(int64_t row) const { return visible_.key_limit(row / group_); }
 
   void start_panel(int p, int64_t row, int64_t end) {
@@ -139,25 +142,31 @@ class ForwardTask {
 
   // One block of keys [j, j + count) for one panel of queries.
   void add_block(int p, int64_t row, int rows, int64_t j, int count) {
-    const int64_t seen = key_limit(row + rows - 1) - j;
-    if (seen <= 0) return;
+    const int64_t last = row + rows - 1;
+    const int64_t seen = key_limit(last) - j;
+    if (seen <= 0 || key_begin(row) >= j + count) return;
     const int keys = static_cast<int>(std::min<int64_t>(seen, count));
-    const bool partly_hidden = key_limit(row) - j < keys;
+    const bool partly_hidden = key_limit(row) - j < keys || key_begin(last) > j;
     const int vectors = vectors_for(rows);
 
     const float* q = q_panels_ + static_cast<int64_t>(p) * depth_ * kPanel;
     gemm_scores<Dot>(keys, vectors, depth_,
                      {k_block_, depth_, q, kPanel, s_, kPanel, nullptr});
 
-    // Lane i sees the first limit[i] keys of the block.
-    alignas(64) int32_t limit[kPanel];
+    // Lane i sees the keys [begin[i], limit[i]) of the block.
+    alignas(64) int32_t begin[kPanel], limit[kPanel];
     if (partly_hidden) {
       for (int i = 0; i < kPanel; ++i) {
-        const int64_t limit_i = key_limit(row + std::min(i, rows - 1)) - j;
-        limit[i] = static_cast<int32_t>(std::clamp<int64_t>(limit_i, 0, keys));
+        const int64_t lane_row = row + std::min(i, rows - 1);
+        const auto within = [j, keys](int64_t key) {
+          return static_cast<int32_t>(std::clamp<int64_t>(key - j, 0, keys));
+        };
+        begin[i] = within(key_begin(lane_row));
+        limit[i] = within(key_limit(lane_row));
       }
-      hide(keys, vectors, limit);
+      hide(keys, vectors, begin, limit);
     } else {
+      std::fill_n(begin, kPanel, 0);
       std::fill_n(limit, kPanel, keys);
     }
 
@@ -180,23 +189,23 @@ class ForwardTask {
     if (hidden_in_words &&
         any_non_finite<M>(v_block_, words<M>(count), head_dim_, head_dim_)) {
       masked_gemm<Dot, Contiguous::kM, Update::kScaleAdd>(
-          head_dim_, vectors, depth, pv, [&limit](int, int k, int v) {
-            Ints limits;
-            std::memcpy(&limits, limit + v * kLanes, sizeof(limits));
-            return bits_before<M>(limits, k);
+          head_dim_, vectors, depth, pv, [&begin, &limit](int, int k, int v) {
+            return bits_between<M>(load_ints(begin + v * kLanes),
+                                   load_ints(limit + v * kLanes), k);
           });
     } else {
       gemm<Dot, Contiguous::kM, Update::kScaleAdd>(head_dim_, vectors, depth, pv);
     }
   }
 
-  void hide(int keys, int vectors, const int32_t* limit) {
+  void hide(int keys, int vectors, const int32_t* begin, const int32_t* limit) {
     for (int v = 0; v < vectors; ++v) {
-      Ints limits;
-      std::memcpy(&limits, limit + v * kLanes, sizeof(limits));
+      const Ints begins = load_ints(begin + v * kLanes);
+      const Ints limits = load_ints(limit + v * kLanes);
       for (int j = 0; j < keys; ++j) {
         float* s = s_ + j * kPanel + v * kLanes;
-        store(s, select(j < limits, load(s), broadcast(-kInfinity)));
+        const Ints visible = (begins <= j) & (j < limits);
+        store(s, select(visible, load(s), broadcast(-kInfinity)));
       }
     }
   }
@@ -255,7 +264,7 @@ class ForwardTask {
     for (int i = 0; i < rows; ++i) {
       const float l = sum_[p * kPanel + i];
       // With a scale of NaN, hidden keys count.
-      if (l == 0.0f || key_limit(row + i) == 0) {
+      if (l == 0.0f || key_begin(row + i) >= key_limit(row + i)) {
         store_empty(row + i);
         continue;
       }

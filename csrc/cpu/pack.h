@@ -166,6 +166,12 @@ inline Ints bits_before(Ints limit, int w) {
   }
 }
 
+// The bits of word w that belong to the elements [begin, limit).
+template <class M>
+inline Ints bits_between(Ints begin, Ints limit, int w) {
+  return bits_before<M>(limit, w) & ~bits_before<M>(begin, w);
+}
+
 // Carves float arrays out of one buffer, each aligned to a cache line.
 class Arena {
  public:

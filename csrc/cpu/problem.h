@@ -76,12 +76,17 @@ void parallel_for(const jaxflash_executor* executor, int64_t count, const Body& 
   executor->parallel_for(executor->context, count, task, const_cast<Body*>(&body));
 }
 
-// Row i < q_rows sees the keys [0, key_limit(i)); later rows see none.
+// Row i < q_rows sees the keys [key_begin(i), key_limit(i)), which may be none; later
+// rows see none. Neither bound falls from row to row.
 struct Visibility {
   int64_t q_rows;   // min(T, query length)
   int64_t kv_rows;  // keys that some row sees: later ones are never read
   int64_t offset;   // query_offset, clamped to +-2^30
-  bool is_causal;
+  int64_t left;     // the first key that row i sees is i + offset - left, or 0 if
+                    // kUnlimited
+  int64_t right;    // the last one is i + offset + right, or that of all if kUnlimited
+
+  static constexpr int64_t kUnlimited = -1;
 
   Visibility(const jaxflash_attention_params& p, int64_t batch) {
     constexpr int64_t kOffsetLimit = int64_t{1} << 30;
@@ -94,17 +99,28 @@ struct Visibility {
     kv_rows = length(p.kv_seq_lengths, p.kv_len);
     offset = std::clamp<int64_t>(scalar_or<int32_t>(p, p.query_offset, batch, 0),
                                  -kOffsetLimit, kOffsetLimit);
-    is_causal = p.is_causal != 0;
+    left = std::min(p.window_left, kOffsetLimit);
+    right = p.is_causal != 0 ? 0 : std::min(p.window_right, kOffsetLimit);
     kv_rows = q_rows == 0 ? 0 : key_limit(q_rows - 1);
   }
 
-  int64_t key_limit(int64_t i) const {
-    return is_causal ? std::clamp<int64_t>(i + offset + 1, 0, kv_rows) : kv_rows;
+  int64_t key_begin(int64_t i) const {
+    return left == kUnlimited ? 0 : std::clamp<int64_t>(i + offset - left, 0, kv_rows);
   }
+  int64_t key_limit(int64_t i) const {
+    return right == kUnlimited
+               ? kv_rows
+               : std::clamp<int64_t>(i + offset + right + 1, 0, kv_rows);
+  }
+  bool sees_keys(int64_t i) const { return i < q_rows && key_begin(i) < key_limit(i); }
 
-  // The first row that sees key j.
+  // The rows [first_row(j), row_limit(j)) see key j < kv_rows.
   int64_t first_row(int64_t j) const {
-    return is_causal ? std::max<int64_t>(j - offset, 0) : 0;
+    return right == kUnlimited ? 0 : std::max<int64_t>(j - offset - right, 0);
+  }
+  int64_t row_limit(int64_t j) const {
+    return left == kUnlimited ? q_rows
+                              : std::clamp<int64_t>(j - offset + left + 1, 0, q_rows);
   }
 };
 

@@ -51,6 +51,11 @@ inline Floats load(const float* x) {
   return value;
 }
 
+inline Ints load_ints(const int32_t* x) {
+  Ints value;
+  std::memcpy(&value, x, sizeof(value));
+  return value;
+}
 inline void store(float* x, Floats value) { std::memcpy(x, &value, sizeof(value)); }
 
 inline Floats broadcast(float x) { return x - Floats{}; }

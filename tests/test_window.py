@@ -1,0 +1,112 @@
+"""Local windows, on the implementations that serve them."""
+
+import numpy as np
+import pytest
+from calls import KINDS, QKV, cotangents, make_call, run, run_gradients
+from compare import assert_equal, assert_forward, assert_gradients
+
+from jaxflash.spec import KERNELS
+
+SERVING = [name for name, kernels in KERNELS.items() if kernels.window]
+pytestmark = pytest.mark.implementations("reference", *SERVING)
+
+T, S = 19, 23
+OFFSETS = [np.asarray(offset, np.int32) for offset in (0, 4, -6)]
+
+
+def make(T=T, S=S, dtype="float32", **arguments):
+    return make_call(T, S, K=2, dtype=dtype, **arguments)
+
+
+def check(call, implementation):
+    """out, lse and the gradients of query, key, value and scale."""
+    assert_forward(call, *run(call, implementation))
+    cts = cotangents(call)
+    wrt = (*QKV, *(name for name in ("scale",) if name in call))
+    grads = run_gradients(call, implementation, *cts, wrt)
+    assert_gradients(call, grads, *cts)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "window", [0, 3, (3, 0), (0, 5), (2, 1), (None, 2), (2, None), (None, None), 99]
+)
+def test_forward(implementation, window, is_causal):
+    for offset in OFFSETS:
+        call = make(local_window_size=window, query_offset=offset, is_causal=is_causal)
+        assert_forward(call, *run(call, implementation))
+
+
+SCALE = np.array(-0.3, np.float32)
+
+
+@pytest.mark.parametrize("window", [3, (2, 1), (None, 2), (5, None)])
+def test_gradients(implementation, window):
+    check(make(local_window_size=window, query_offset=2, scale=SCALE), implementation)
+
+
+# Of rows that see nothing, too: the window of the last ones lies behind the keys.
+@pytest.mark.parametrize("window", [(60, 0), (0, 60), (7, 70), (130, None), (None, 3)])
+@pytest.mark.parametrize(("T", "S", "offset"), [(300, 210, 0), (150, 320, 130)])
+def test_many_blocks(implementation, dtype, window, T, S, offset):
+    call = make(T, S, dtype, local_window_size=window, scale=SCALE)
+    check(call | {"query_offset": np.array(offset, np.int32)}, implementation)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gaussian"])
+def test_structured_inputs(implementation, dtype, kind):
+    call = make_call(300, K=2, H=64, dtype=dtype, kind=kind, local_window_size=(90, 0))
+    check(call, implementation)
+
+
+def test_with_lengths(implementation):
+    call = make(150, 140, local_window_size=(20, 30), scale=SCALE)
+    call["query_seq_lengths"] = np.array([150, 31], np.int32)
+    call["key_value_seq_lengths"] = np.array([0, 100], np.int32)
+    check(call, implementation)
+
+
+@pytest.mark.parametrize("left", [S, S - 1, 10_000, 2**31 - 1, None])
+def test_a_window_as_long_as_the_keys_is_causal(implementation, left):
+    call = make()
+    windowed = run(call | {"local_window_size": (left, 0)}, implementation)
+    causal = run(call | {"is_causal": True}, implementation)
+    for got, want in zip(windowed, causal, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+# The rows see the keys 50 to 142 of 220.
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+def test_garbage_outside_of_all_windows_has_no_effect(implementation, dtype, garbage):
+    call = make(33, 220, dtype, local_window_size=(50, 10), query_offset=100)
+    dirty = {name: call[name].copy() for name in QKV}
+    for name in ("key", "value"):
+        dirty[name][:, :50], dirty[name][:, 143:] = garbage, garbage
+    dirty = call | dirty
+    cts = cotangents(call)
+    results = run(dirty, implementation), run(call, implementation)
+    gradients = (
+        run_gradients(dirty, implementation, *cts, deterministic=True),
+        run_gradients(call, implementation, *cts, deterministic=True),
+    )
+    for got, want in zip(*results, strict=True):
+        assert_equal(got, want)
+    for name in QKV:
+        assert_equal(gradients[0][name], gradients[1][name], f"d{name}")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_garbage_reaches_only_the_rows_that_see_it(implementation, dtype, bad):
+    call = make(140, 140, dtype, local_window_size=(40, 0))
+    cts = cotangents(call)
+    clean = run(call, implementation)
+    clean_dq = run_gradients(call, implementation, *cts, deterministic=True)["query"]
+    call["value"][1, 25, 0, 3] = call["key"][1, 25, 0, 3] = bad
+    got = run(call, implementation)
+    dq = run_gradients(call, implementation, *cts, deterministic=True)["query"]
+    touched = np.zeros((2, 140, 4), bool)
+    touched[1, 25:66, :2] = True
+    for result, want in (*zip(got, clean, strict=True), (dq, clean_dq)):
+        assert_equal(np.asarray(result)[~touched], np.asarray(want)[~touched])
+    if np.isnan(bad):
+        assert np.all(np.isnan(np.asarray(got[1])[touched]))
