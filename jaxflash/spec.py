@@ -33,6 +33,7 @@ DIFFERENTIABLE = ("query", "key", "value", "scale", "bias", "sinks", "alibi_slop
 
 # Offsets are clamped to this, so that i + query_offset never leaves int32.
 MAX_OFFSET = 2**30
+MAX_WINDOW = 2**31 - 1  # no |j - (i + query_offset)| is larger
 UNLIMITED = -1
 
 
@@ -72,7 +73,7 @@ class Spec:
             to = cast.get(field.name, field.type)
             object.__setattr__(self, field.name, to(getattr(self, field.name)))
         for side in ("window_left", "window_right"):
-            object.__setattr__(self, side, min(getattr(self, side), MAX_OFFSET))
+            object.__setattr__(self, side, min(getattr(self, side), MAX_WINDOW))
         # A window that ends at the diagonal is causality, and causality covers every
         # wider right side.
         if self.is_causal or self.window_right == 0:

@@ -178,11 +178,13 @@ def test_wrong_arguments_are_refused(direction):
     status, _ = ask(direction, make_params(), answer=Answer(8))
     assert status == c_api.INVALID_ARGUMENT
     assert "jaxflash_explanation" in c_api.last_error()
-    params = make_params()
-    params.forward.softcap = 5.0
-    status, _ = ask(direction, params)
-    assert status == c_api.UNSUPPORTED
-    assert "softcap" in c_api.last_error()
+    for name, value, got in (("softcap", 5.0, "5"), ("window_left", 3, "3 and -1")):
+        params = make_params()
+        setattr(params.forward, name, value)
+        status, _ = ask(direction, params)
+        assert status == c_api.UNSUPPORTED
+        assert name in c_api.last_error()
+        assert f"got {got}" in c_api.last_error()
 
 
 @needs_cuda

@@ -75,13 +75,40 @@ def test_a_window_as_long_as_the_keys_is_causal(implementation, left):
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
-# The rows see the keys 50 to 142 of 220.
+@pytest.mark.parametrize("offset", [2**30, 2**31 - 1, -(2**31)])
+def test_extreme_sides_hide_nothing_at_extreme_offsets(implementation, offset):
+    call = make(query_offset=np.array(offset, np.int32))
+    for window in (2**31 - 1, None), (None, 2**31 - 1):
+        got = run(call | {"local_window_size": window}, implementation)
+        for result, want in zip(got, run(call, implementation), strict=True):
+            assert_equal(result, want)
+
+
+# The window of all rows lies behind the keys, or that of the last 30 does.
+@pytest.mark.parametrize("offset", [200, 60])
+def test_nan_scale_leaves_what_no_window_joins_empty(implementation, offset):
+    call = make(90, 80, local_window_size=(10, 0), query_offset=offset)
+    call["scale"] = np.array(np.nan, np.float32)
+    blind = np.arange(90) + offset - 10 >= 80
+    out, lse = run(call, implementation)
+    assert not np.asarray(out)[:, blind].any()
+    assert np.all(np.asarray(lse)[:, blind] == -np.inf)
+    assert np.isnan(np.asarray(out)[:, ~blind]).all()
+    grads = run_gradients(call, implementation, *cotangents(call))
+    assert not np.asarray(grads["query"])[:, blind].any()
+    # The reference gives a row's NaN to the keys too that the row does not see.
+    first_seen = 80 if blind.all() else 0 if implementation == "reference" else 50
+    for name in ("key", "value"):
+        assert not np.asarray(grads[name])[:, :first_seen].any(), name
+
+
+# The rows see the keys 51 to 142 of 220, the first one an odd one.
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
 def test_garbage_outside_of_all_windows_has_no_effect(implementation, dtype, garbage):
-    call = make(33, 220, dtype, local_window_size=(50, 10), query_offset=100)
+    call = make(33, 220, dtype, local_window_size=(49, 10), query_offset=100)
     dirty = {name: call[name].copy() for name in QKV}
     for name in ("key", "value"):
-        dirty[name][:, :50], dirty[name][:, 143:] = garbage, garbage
+        dirty[name][:, :51], dirty[name][:, 143:] = garbage, garbage
     dirty = call | dirty
     cts = cotangents(call)
     results = run(dirty, implementation), run(call, implementation)
@@ -97,15 +124,15 @@ def test_garbage_outside_of_all_windows_has_no_effect(implementation, dtype, gar
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_garbage_reaches_only_the_rows_that_see_it(implementation, dtype, bad):
-    call = make(140, 140, dtype, local_window_size=(40, 0))
+    call = make(140, 140, dtype, local_window_size=(41, 0))
     cts = cotangents(call)
     clean = run(call, implementation)
     clean_dq = run_gradients(call, implementation, *cts, deterministic=True)["query"]
-    call["value"][1, 25, 0, 3] = call["key"][1, 25, 0, 3] = bad
+    call["value"][1, 24, 0, 3] = call["key"][1, 24, 0, 3] = bad
     got = run(call, implementation)
     dq = run_gradients(call, implementation, *cts, deterministic=True)["query"]
     touched = np.zeros((2, 140, 4), bool)
-    touched[1, 25:66, :2] = True
+    touched[1, 24:66, :2] = True
     for result, want in (*zip(got, clean, strict=True), (dq, clean_dq)):
         assert_equal(np.asarray(result)[~touched], np.asarray(want)[~touched])
     if np.isnan(bad):

@@ -148,6 +148,7 @@ class BackwardHead {
     std::fill_n(dv_panel(first), count * head_dim, 0.0f);
     float* total = key_sums_ + chunk * head_dim;
     std::fill_n(total, head_dim, 0.0f);
+    if (visible.left != Visibility::kUnlimited) return;  // no row sees a whole chunk
     const int64_t last = std::min(first + chunk_keys, visible.kv_rows);
     for (int64_t j = first; j < last; ++j) add_key(j, total);
   }
@@ -212,7 +213,7 @@ class BackwardHead {
 
   void store_keys(int64_t first, int64_t last) const {
     for (int64_t j = first; j < std::min(last, kv_len_); ++j) {
-      const bool seen = j < visible.kv_rows;
+      const bool seen = visible.is_seen(j);
       if (wants_dk) store_key(dk_panel(j), j, seen, scale, dk_out_);
       if (wants_dv) store_key(dv_panel(j), j, seen, 1.0f, dv_out_);
     }
@@ -301,8 +302,12 @@ class BackwardHead {
     delta[row] = products;
     if (d_lse_in_.data != nullptr) d_lse[row] = *d_lse_in_.row(row);
     lse[row] = *lse_in_.row(row);
-    // Every visible logit is -inf: P is 0 rather than exp(-inf + inf).
-    if (lse[row] == -kInfinity) lse[row] = kInfinity;
+    // Every visible logit is -inf: P is 0 rather than exp(-inf + inf), and the row
+    // takes no part.
+    if (lse[row] == -kInfinity) {
+      lse[row] = kInfinity;
+      d_lse[row] = 0.0f;
+    }
   }
 
   void add_key(int64_t key, float* total) const {

@@ -335,7 +335,8 @@ void forward(const jaxflash_attention_params& p, const jaxflash_executor* execut
   parallel_for(executor, heads * row_blocks, [&](int64_t index) {
     alignas(64) float scratch[kScratchFloats];
     const int64_t head = index % heads;
-    // Late rows see the most keys: they come first, so that no thread ends alone.
+    // Late rows see the most keys of a causal call: they come first, so that no thread
+    // ends alone.
     const int64_t first = (row_blocks - 1 - index / heads) * block_rows;
     ForwardTask<M> task(p, head / p.num_kv_heads, head % p.num_kv_heads, blocks,
                         scratch);

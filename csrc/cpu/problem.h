@@ -80,7 +80,7 @@ void parallel_for(const jaxflash_executor* executor, int64_t count, const Body& 
 // rows see none. Neither bound falls from row to row.
 struct Visibility {
   int64_t q_rows;   // min(T, query length)
-  int64_t kv_rows;  // keys that some row sees: later ones are never read
+  int64_t kv_rows;  // keys at or past it are seen by no row, and never read
   int64_t offset;   // query_offset, clamped to +-2^30
   int64_t left;     // the first key that row i sees is i + offset - left, or 0 if
                     // kUnlimited
@@ -99,8 +99,10 @@ struct Visibility {
     kv_rows = length(p.kv_seq_lengths, p.kv_len);
     offset = std::clamp<int64_t>(scalar_or<int32_t>(p, p.query_offset, batch, 0),
                                  -kOffsetLimit, kOffsetLimit);
-    left = std::min(p.window_left, kOffsetLimit);
-    right = p.is_causal != 0 ? 0 : std::min(p.window_right, kOffsetLimit);
+    // Longer sides hide nothing, whatever the offset.
+    constexpr int64_t kSideLimit = 4 * kOffsetLimit;
+    left = std::min(p.window_left, kSideLimit);
+    right = p.is_causal != 0 ? 0 : std::min(p.window_right, kSideLimit);
     kv_rows = q_rows == 0 ? 0 : key_limit(q_rows - 1);
   }
 
@@ -113,6 +115,8 @@ struct Visibility {
                : std::clamp<int64_t>(i + offset + right + 1, 0, kv_rows);
   }
   bool sees_keys(int64_t i) const { return i < q_rows && key_begin(i) < key_limit(i); }
+
+  bool is_seen(int64_t j) const { return j < kv_rows && first_row(j) < row_limit(j); }
 
   // The rows [first_row(j), row_limit(j)) see key j < kv_rows.
   int64_t first_row(int64_t j) const {
