@@ -324,9 +324,11 @@ def backward(
 
     def step(grads, block, j):
         s, product, slope, p, keep = weigh(block, j)
-        p = p / total
+        # Whatever lse and delta are, hidden keys get nothing of the row.
+        hidden = jnp.isneginf(s)
+        p = jnp.where(hidden, 0, p / total)
         d_p = call.einsum(_ROWS_KEY, d_out, block["value"])
-        d_s = jnp.where(jnp.isneginf(s), 0, p * (keep * d_p - delta))
+        d_s = jnp.where(hidden, 0, p * (keep * d_p - delta))
         parts = _score_gradients(call, block, j, product, slope, d_s)
         p = call.round(keep * p)
         parts["value"] = call.einsum(_ROWS_TO_KEY, p, d_out)
