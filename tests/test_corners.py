@@ -258,3 +258,15 @@ def test_more_batch_and_heads_than_a_cuda_grid_axis_holds(implementation, B, N):
     for name in QKV:
         assert_close(take(grads[name]), want[name], 2e-3, f"d{name}")
     assert_forward(part, part_out, part_lse)
+
+
+@pytest.mark.implementations("reference", "cpu")
+def test_a_row_of_infinitely_low_logits_takes_no_part(implementation):
+    call = make_call(40, 50, K=2)
+    call["query"][:, 7] = 1e30
+    call["key"][...] = -1e30 * np.abs(call["key"])
+    out, lse = run(call, implementation)
+    assert not np.asarray(out)[:, 7].any()
+    assert np.all(np.asarray(lse)[:, 7] == -np.inf)
+    grads = run_gradients(call, implementation, *cotangents(call))
+    assert not np.asarray(grads["query"])[:, 7].any()
