@@ -8,6 +8,8 @@ import pytest
 from calls import KINDS, QKV, cotangents, make_call, run, run_gradients
 from compare import assert_gradients, assert_meets_bar, xla_results
 
+from jaxflash.spec import KERNELS
+
 pytestmark = pytest.mark.every_dtype
 
 
@@ -33,6 +35,14 @@ def test_forward_meets_the_accuracy_bar(implementation, dtype, kind, is_causal):
 def test_backward_meets_the_accuracy_bar(implementation, dtype, kind, is_causal):
     call, cts, xla = case(kind, is_causal, dtype, implementation)
     check_backward(call, implementation, dtype, cts, xla)
+
+
+# More keys than those along whose mean the CPU kernels correct dQ.
+@pytest.mark.implementations(*(name for name in KERNELS if KERNELS[name].window))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_window_meets_the_accuracy_bar(implementation, dtype, kind):
+    call = make_call(300, K=2, H=64, dtype=dtype, kind=kind, seed=3)
+    check(call | {"local_window_size": (150, 0)}, implementation, dtype)
 
 
 # CUDA backward kernels of their own.
