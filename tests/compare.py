@@ -55,7 +55,15 @@ def _largest(x: np.ndarray) -> float:
 def _of_terms(call: dict[str, Any], products: np.ndarray) -> float:
     """What the terms of a sum may be off, relative to their magnitudes."""
     dtype = np.asarray(call["query"]).dtype.name
-    return TOLERANCE[dtype] + SCORE_TOLERANCE * _largest(products)
+    tolerance = TOLERANCE[dtype] + SCORE_TOLERANCE * _largest(products)
+    if call.get("alibi_slopes") is not None:
+        # The term of ALiBi and its sum with the product are rounded once each.
+        with np.errstate(all="ignore"):
+            a = oracle.evaluate(**call)
+        slopes = np.abs(np.asarray(call["alibi_slopes"], np.float64))[..., None, None]
+        term = _largest(np.where(a.visible, slopes * a.distance, 0.0))
+        tolerance += float(jnp.finfo("float32").eps) * term
+    return tolerance
 
 
 def _least(dtype: Any) -> float:

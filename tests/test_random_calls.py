@@ -94,30 +94,24 @@ def check(call, implementation):
     assert_gradients(call, grads, d_out, d_lse)
 
 
-def test_random_calls(implementation, working_dtype):
+def check_drawn(calls, implementation):
     @SETTINGS
-    @given(call=kernel_calls(working_dtype))
+    @given(call=calls)
     def run_all(call):
         check(call, implementation)
 
     run_all()
+
+
+def test_random_calls(implementation, working_dtype):
+    check_drawn(kernel_calls(working_dtype), implementation)
 
 
 @pytest.mark.implementations(*(name for name in KERNELS if KERNELS[name].window))
 def test_random_calls_with_a_window(implementation, working_dtype):
-    @SETTINGS
-    @given(call=windowed_calls(working_dtype))
-    def run_all(call):
-        check(call, implementation)
-
-    run_all()
+    check_drawn(windowed_calls(working_dtype), implementation)
 
 
 @pytest.mark.implementations("reference")
 def test_random_calls_with_every_argument(implementation, working_dtype):
-    @SETTINGS
-    @given(call=reference_calls(working_dtype))
-    def run_all(call):
-        check(call, implementation)
-
-    run_all()
+    check_drawn(reference_calls(working_dtype), implementation)
