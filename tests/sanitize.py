@@ -166,8 +166,8 @@ CASES = [
     ),
     # More heads than a section of the Hopper backward kernel has, two blocks each.
     *(
-        Case(T=3, S=150, N=140, K=70, H=H, is_causal=True, offset=(147, 147))
-        for H in (64, 96, 128)
+        Case(T=70, S=150, N=140, K=70, H=H, is_causal=True, offset=(80, 80))
+        for H in (64, 96, 128, 256)
     ),
     # Rows that do not start on 16 bytes; columns past H.
     *(Case(T=37, S=70, H=H, dtype="float16") for H in (1, 5, 40, 63, 72, 129, 250)),

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from calls import cotangents, make_call, run, run_gradients
-from compare import assert_close, assert_forward, assert_gradients
+from calls import QKV, cotangents, make_call, run, run_gradients
+from compare import assert_close, assert_equal, assert_forward, assert_gradients
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 CASES = {
@@ -104,21 +104,57 @@ def test_many_tiles_of_many_rows(H, is_causal):
     assert_forward(call, out, lse)
 
 
-# Causal blocks of the Hopper backward kernel go in sections of no more heads than fill
-# the GPU: two here, of 66 or 44 heads on an H100 or H200 and the rest.
+# Causal blocks of the Hopper backward kernels go in sections of no more heads than fill
+# the GPU, which walk the rows upwards and downwards in turn: two or more here, of 66 or
+# 44 heads on an H100 or H200 and the rest.
+def make_sections(T, batch, H, N=8, **arguments):
+    call = make_call(T, batch=(batch,), N=N, K=4, H=H, dtype="float16")
+    return call | {"is_causal": True} | arguments
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("H", [64, 96, 128])
+@pytest.mark.parametrize("H", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize(("T", "batch"), [(130, 18), (260, 12)])
 def test_sections_of_grouped_heads(H, T, batch):
-    call = make_call(T, batch=(batch,), N=8, K=4, H=H, dtype="float16", is_causal=True)
+    check(make_sections(T, batch, H), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("offset", [-70, 70])
+def test_sections_off_the_diagonal(H, offset):
+    offset = np.array(offset, np.int32)
+    check(make_sections(200, 18, H, N=16, query_offset=offset), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [64, 256])
+@pytest.mark.parametrize("lengths", ["query_seq_lengths", "key_value_seq_lengths"])
+def test_sections_that_lengths_leave_empty(H, lengths):
+    call = make_sections(130, 18, H)
+    check(call | {lengths: np.arange(18, dtype=np.int32) * 8}, "cuda")
+
+
+# lse of some tiles is in natural units.
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [64, 256])
+def test_sections_with_large_logits(H):
+    call = make_sections(200, 18, H)
+    call["query"][:, 100:] *= 1000
     check(call, "cuda")
 
 
+# The last bits of deterministic gradients do not depend on what else is in the batch.
 @pytest.mark.gpu
-def test_sections_of_grouped_heads_that_lengths_leave_empty():
-    call = make_call(130, batch=(18,), N=8, K=4, H=64, dtype="float16", is_causal=True)
-    lengths = np.arange(18, dtype=np.int32) * 8
-    check(call | {"key_value_seq_lengths": lengths}, "cuda")
+@pytest.mark.parametrize("H", [64, 256])
+def test_sections_of_deterministic_calls(H):
+    call = make_sections(200, 18, H, deterministic=True)
+    cts = cotangents(call)
+    whole = run_gradients(call, "cuda", *cts)
+    last = {name: x[-1:] if name in QKV else x for name, x in call.items()}
+    alone = run_gradients(last, "cuda", *(x[-1:] for x in cts))
+    for name, gradient in whole.items():
+        assert_equal(np.asarray(gradient)[-1:], np.asarray(alone[name]), f"d{name}")
 
 
 # Deterministic turns: many blocks for one tile of dQ, and more of them than the GPU

@@ -3,7 +3,7 @@
 // dK and dV for Hopper, H > 128 (equations: backward.cuh; dQ: backward_dq.cuh).
 //
 // Work: one thread block per (batch, key/value head, tile of 64 keys), which walks the
-// tiles of Q of every query head of the group (backward_tiles.cuh). One accumulator of
+// tiles of Q of every query head of the group (backward_walk.cuh). One accumulator of
 // [64, H] is all that the registers of a warpgroup hold, so the two warpgroups that
 // compute have different roles:
 //
@@ -27,6 +27,7 @@
 #include "backward_config.h"
 #include "backward_fragments.cuh"
 #include "backward_tiles.cuh"
+#include "backward_walk.cuh"
 #include "launch_backward.h"
 
 namespace jaxflash::sm90 {
@@ -57,14 +58,13 @@ struct DkvRole {
   static constexpr int kScores = kBlockQ / 2;  // of a thread
   static_assert(kBlockKV == 64, "the rows of a warpgroup");
   using Shared = DkvShared<kConfigIndex>;
-  using Walk = QueryTiles<kBlockQ, kBlockKV>;
+  using Walk = QueryWalk<kBlockQ, kBlockKV>;
 
   const BackwardArguments& arguments;
   Shared& shared;
   const KeyBlock& block;
   const Visible& visible;
   float scale;
-  int group_size;
   int thread;  // of the warpgroup
   int lane;
   Stage stage;
@@ -76,8 +76,6 @@ struct DkvRole {
         block(block),
         visible(visible),
         scale(softmax_scale(arguments.params.forward, block.batch())),
-        group_size(static_cast<int>(arguments.params.forward.num_heads /
-                                    arguments.params.forward.num_kv_heads)),
         thread(threadIdx.x % kWarpgroup),
         lane(threadIdx.x % 32) {}
 
@@ -116,7 +114,7 @@ struct ProbabilityRole : DkvRole<kConfigIndex> {
   using Base = DkvRole<kConfigIndex>;
   using Base::arguments, Base::shared, Base::block, Base::visible, Base::stage;
   using Base::kBlockQ, Base::kBlockKV, Base::kHeadDim, Base::kScores;
-  using Base::lane, Base::group_size;
+  using Base::lane;
   using typename Base::Walk;
 
   float dv[kHeadDim / 2];  // [64, kHeadDim]
@@ -129,9 +127,9 @@ struct ProbabilityRole : DkvRole<kConfigIndex> {
   __device__ __forceinline__ ProbabilityRole(const Base& base) : Base(base) {
     tiles_of_head = static_cast<int>(arguments.num_rows_padded / kBlockQ);
     large_lse = arguments.large_lse +
-                padded_row(arguments, block.batch_element, block.kv_head * group_size) /
-                    kBlockQ;
-    any_natural = any_large_lse(large_lse, group_size * tiles_of_head, lane);
+                tile_of_all<kBlockQ>(arguments, block.batch_element,
+                                     block.kv_head * arguments.group_size, 0);
+    any_natural = any_large_lse(large_lse, arguments.group_size * tiles_of_head, lane);
   }
 
   __device__ __forceinline__ void start_s() {
@@ -150,17 +148,17 @@ struct ProbabilityRole : DkvRole<kConfigIndex> {
     if (!first) Base::release(shared.barriers.d_out_empty[stage.index ^ 1]);
   }
 
-  // P^T of step i of query head g, and starts to sum it into dV.
-  __device__ __forceinline__ void step(const Walk& walk, int key_tile, int g, int i,
-                                       bool first) {
+  // P^T, and starts to sum it into dV.
+  __device__ __forceinline__ void step(const Walk& walk, int key_tile, bool first) {
     const int stage_index = stage.index;
     float p[kScores];
 #pragma unroll
     for (int e = 0; e < kScores; ++e) p[e] = s[e];
     const float* lse = &shared.rows.lse[stage_index][Base::lane_col()];
-    if (any_natural || i < walk.num_masked) {
-      const int q_tile = walk[i];
-      const bool natural = any_natural && large_lse[g * tiles_of_head + q_tile] != 0;
+    if (any_natural || walk.is_masked()) {
+      const int q_tile = walk.q_tile;
+      const bool natural =
+          any_natural && large_lse[walk.head * tiles_of_head + q_tile] != 0;
       if (natural) {
         to_exact_probabilities(p, lse, Base::scale);
       } else {
@@ -190,23 +188,18 @@ struct ProbabilityRole : DkvRole<kConfigIndex> {
     stage.advance();
   }
 
-  __device__ __forceinline__ void sum(const Walk& walk, int key_tile) {
-    const int num_steps = walk.count * group_size;
-    int g = 0;
-    int i = 0;
+  __device__ __forceinline__ void sum(Walk& walk, int key_tile) {
+    const int num_steps = walk.num_steps();
     start_s();
 #pragma unroll 1
     for (int n = 0; n < num_steps - 1; ++n) {
       finish(/*first=*/n == 0);
-      step(walk, key_tile, g, i, /*first=*/n == 0);
+      step(walk, key_tile, /*first=*/n == 0);
       start_s();
-      if (++i == walk.count) {
-        i = 0;
-        ++g;
-      }
+      walk.advance();
     }
     finish(/*first=*/num_steps == 1);
-    step(walk, key_tile, g, i, /*first=*/num_steps == 1);
+    step(walk, key_tile, /*first=*/num_steps == 1);
     wgmma_wait_group<0>();
     hold_registers(dv);
     hold_registers(p_operand);
@@ -215,8 +208,8 @@ struct ProbabilityRole : DkvRole<kConfigIndex> {
 
   __device__ __forceinline__ void run() {
     const int key_tile = block.tile;
-    const Walk walk(visible, key_tile);
-    if (walk.count > 0) {
+    Walk walk(arguments, block, visible);
+    if (walk.num_steps() > 0) {
       wait(shared.barriers.kv_full, 0);
       sum(walk, key_tile);
     } else {
@@ -231,7 +224,6 @@ template <class Element, int kConfigIndex>
 struct GradientRole : DkvRole<kConfigIndex> {
   using Base = DkvRole<kConfigIndex>;
   using Base::arguments, Base::shared, Base::block, Base::visible, Base::stage;
-  using Base::group_size;
   using Base::kBlockQ, Base::kBlockKV, Base::kHeadDim, Base::kScores;
   using typename Base::Walk;
 
@@ -301,10 +293,10 @@ struct GradientRole : DkvRole<kConfigIndex> {
 
   __device__ __forceinline__ void run() {
     const int key_tile = block.tile;
-    const Walk walk(visible, key_tile);
-    if (walk.count > 0) {
+    const int num_steps = Walk(arguments, block, visible).num_steps();
+    if (num_steps > 0) {
       wait(shared.barriers.kv_full, 0);
-      sum(walk.count * group_size);
+      sum(num_steps);
     } else {
       set_zero(dk);
     }

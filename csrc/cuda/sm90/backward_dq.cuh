@@ -121,8 +121,7 @@ __device__ __forceinline__ void load_dq_operands(const BackwardArguments& argume
       copy(shared.d_out.address(), &arguments.d_out, arguments.params.d_out);
     }
   }
-  const int kv_head =
-      block.head / static_cast<int>(forward.num_heads / forward.num_kv_heads);
+  const int kv_head = block.head / arguments.group_size;
   // Products with dS = 0 do not free dQ from inf or NaN in keys that no row sees; what
   // V makes of them is thrown away with the scores.
   const Visible visible(forward, block.batch());
@@ -184,8 +183,9 @@ struct DqConsumer {
         lane(threadIdx.x % 32),
         scale(softmax_scale(arguments.params.forward, block.batch())) {
     first_row = block.first_row + warp_row() + lane / 4;
-    const int64_t padded =
-        padded_row(arguments, block.batch_element, block.head) + first_row;
+    const uint32_t tile = tile_of_all<kBlockQ>(arguments, block.batch_element,
+                                               block.head, block.first_row / kBlockQ);
+    const int64_t padded = int64_t{tile} * kBlockQ + warp_row() + lane / 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       key_limit[half] = visible.key_limit(first_row + 8 * half) - lane % 4 * 2;

@@ -4,7 +4,7 @@
 //
 // Work: one thread block per (batch, key/value head, tile of keys), which walks the
 // tiles of Q of every query head of the group and keeps dK and dV in registers: grouped
-// heads are summed there in float32 (backward_tiles.cuh).
+// heads are summed there in float32 (backward_walk.cuh).
 //
 // Two warpgroups compute, each for 64 keys. Scores are transposed, S^T = K Q^T, so that
 // the accumulators of P^T and dS^T are the A operands of dV and dK as they stand. Only
@@ -31,6 +31,7 @@
 #include "backward_rows.cuh"
 #include "backward_tiles.cuh"
 #include "backward_turns.cuh"
+#include "backward_walk.cuh"
 #include "launch_backward.h"
 
 namespace jaxflash::sm90 {
@@ -68,7 +69,7 @@ struct FusedConsumer {
   static constexpr int kBlockKV = kConfig.block_kv;
   static constexpr int kScores = kBlockQ / 2;  // of a thread, in S^T [64, kBlockQ]
   using Shared = FusedShared<kConfigIndex>;
-  using Walk = QueryTiles<kBlockQ, kBlockKV>;
+  using Walk = QueryWalk<kBlockQ, kBlockKV>;
   using DqTile = float[kBlockQ / kDqRows][kHeadDim / 2];
   static_assert(kBlockKV == kNumConsumers * 64 && kBlockQ % kDqRows == 0);
   // A stage of dS for each warpgroup to make dQ of.
@@ -290,26 +291,29 @@ struct FusedConsumer {
     stage.advance();
   }
 
-  // All steps. lse of some rows may be natural: any_natural.
-  __device__ __forceinline__ void walk_group(const Walk& walk, const int* large_lse,
-                                             int tiles_of_head, int group_size,
-                                             int key_tile, bool any_natural) {
-    const int num_careful = any_natural ? walk.count : walk.num_masked;
+  // All steps. large_lse: of the group's tiles of Q; lse of some may be natural:
+  // any_natural.
+  __device__ __forceinline__ void walk_tiles(Walk& walk, const int* large_lse,
+                                             int tiles_of_head, int key_tile,
+                                             bool any_natural) {
+    int left = walk.num_steps();
 #pragma unroll 1
-    for (int g = 0; g < group_size; ++g) {
-      int i = 0;
+    while (left > 0) {
 #pragma unroll 1
-      for (; i < num_careful; ++i) {
-        const int q_tile = walk[i];
-        if (sees_none(key_tile, q_tile)) {
+      for (; left > 0 && (any_natural || walk.is_masked()); --left, walk.advance()) {
+        if (sees_none(key_tile, walk.q_tile)) {
           pass_over();
           continue;
         }
-        const bool natural = any_natural && large_lse[g * tiles_of_head + q_tile] != 0;
-        step</*kCareful=*/true>(key_tile, q_tile, natural);
+        const bool natural =
+            any_natural && large_lse[walk.head * tiles_of_head + walk.q_tile] != 0;
+        step</*kCareful=*/true>(key_tile, walk.q_tile, natural);
       }
+      if (left == 0) break;
+      const int num_plain = walk.skip_unmasked();
 #pragma unroll 1
-      for (; i < walk.count; ++i) step</*kCareful=*/false>(key_tile, 0, false);
+      for (int i = 0; i < num_plain; ++i) step</*kCareful=*/false>(key_tile, 0, false);
+      left -= num_plain;
     }
   }
 
@@ -335,22 +339,20 @@ struct FusedConsumer {
   }
 
   __device__ __forceinline__ void run(const KeyBlock& block) {
-    const jaxflash_attention_params& forward = arguments.params.forward;
-    const int group_size = static_cast<int>(forward.num_heads / forward.num_kv_heads);
-    const int tiles_of_head = static_cast<int>(arguments.num_rows_padded / kBlockQ);
+    const int group_size = arguments.group_size;
+    const auto tiles_of_head = static_cast<int>(arguments.num_rows_padded / kBlockQ);
     const int* large_lse =
-        arguments.large_lse +
-        padded_row(arguments, block.batch_element, block.kv_head * group_size) /
-            kBlockQ;
+        arguments.large_lse + tile_of_all<kBlockQ>(arguments, block.batch_element,
+                                                   block.kv_head * group_size, 0);
     griddepcontrol_wait();  // large_lse is written
     const bool any_natural = any_large_lse(large_lse, group_size * tiles_of_head, lane);
     bar_arrive(kDsEmpty + warpgroup, kConsumers);
-    const Walk walk(visible, block.tile);
+    Walk walk(arguments, block, visible);
     set_zero(dk);
     set_zero(dv);
-    if (walk.count > 0) {
+    if (walk.num_steps() > 0) {
       wait(shared.barriers.kv_full, 0);
-      walk_group(walk, large_lse, tiles_of_head, group_size, block.tile, any_natural);
+      walk_tiles(walk, large_lse, tiles_of_head, block.tile, any_natural);
       if (dq_is_due) make_dq([] {});
     }
     store_gradients(block);

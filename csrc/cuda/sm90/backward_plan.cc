@@ -75,6 +75,10 @@ KeyTileOrder key_tile_order(const jaxflash_attention_params& params,
   const int64_t section = uneven(params) ? num_sms / std::max<int64_t>(1, tiles) : 1;
   KeyTileOrder order = {};
   order.by_turns = by_turns;
+  // In which direction rows go by depends on the place of a head among all; the bits of
+  // a deterministic call should not.
+  const bool grouped = params.num_heads > params.num_kv_heads;
+  order.by_rows = params.is_causal != 0 && grouped && params.deterministic == 0;
   // Where work differs by the tile, the longest blocks start early enough to end with
   // the others, and late enough to wait for few.
   order.num_early = static_cast<uint32_t>(params.is_causal != 0 ? tiles * 3 / 8 : 0);
@@ -138,6 +142,7 @@ void plan_backward(const jaxflash_attention_backward_params& params, void* works
   const bool turns = by_turns(params, config);
   a.params = params;
   a.order = key_tile_order(forward, config, turns, num_sms);
+  a.group_size = static_cast<int>(forward.num_heads / forward.num_kv_heads);
   a.num_rows_padded = static_cast<uint32_t>(padded_rows(forward));
   a.num_query_heads = static_cast<uint32_t>(batch_size(forward) * forward.num_heads);
   a.dq_accumulator = wants_dq(params) && !config.separate_dq()

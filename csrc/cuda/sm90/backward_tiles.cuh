@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the Hopper kernels for dK and dV have in common: which tiles a thread block
-// works on, where they lie in shared memory, and the warp that loads them.
-//
-//   block   a tile of keys: K and V stay in shared memory, dK and dV in registers
-//   step    one tile of Q and dO of one query head of the group, two stages
+// Tiles of the Hopper backward kernels in shared memory, and the warp that loads those
+// for dK and dV: K and V of a block stay there, Q and dO of its steps have two stages.
 #pragma once
 
 #include <climits>
@@ -14,79 +11,10 @@
 #include "../common/ptx_sm90.cuh"
 #include "../common/wgmma.cuh"
 #include "backward_config.h"
+#include "backward_walk.cuh"
 #include "launch_backward.h"
 
 namespace jaxflash::sm90 {
-
-// What block `number` takes of KeyTileOrder.
-struct KeyBlock {
-  uint32_t batch_element;
-  int kv_head;
-  int tile;
-
-  __device__ __forceinline__ KeyBlock(const BackwardArguments& arguments,
-                                      uint32_t number) {
-    const KeyTileOrder& order = arguments.order;
-    const auto num_kv_heads =
-        static_cast<uint32_t>(arguments.params.forward.num_kv_heads);
-    const uint32_t blocks_in_section = order.heads_in_section * order.num_tiles;
-    const uint32_t section = number / blocks_in_section;
-    const uint32_t block = number % blocks_in_section;
-    const uint32_t first_head = section * order.heads_in_section;
-    const uint32_t heads = min(order.heads_in_section, order.num_heads - first_head);
-    const uint32_t head = first_head + block % heads;
-    batch_element = head / num_kv_heads;
-    kv_head = static_cast<int>(head % num_kv_heads);
-    const uint32_t rank = block / heads;
-    tile = static_cast<int>(!order.by_turns ? rank
-                            : rank < order.num_early
-                                ? order.num_early - 1 - rank
-                                : order.num_tiles - 1 - (rank - order.num_early));
-  }
-
-  // Calls that come here have one batch axis.
-  __device__ __forceinline__ BatchIndex batch() const {
-    BatchIndex index = {};
-    index.axis[0] = batch_element;
-    return index;
-  }
-};
-
-// The tiles of Q that see a tile of keys, in the order in which its block walks them.
-// Without a mask the blocks of a head would all start at the same rows: each starts
-// where its keys are on the diagonal, and wraps around. With one, they start there
-// anyway.
-template <int kBlockQ, int kBlockKV>
-struct QueryTiles {
-  int first;
-  int count;
-  int start;       // counted from first
-  int num_masked;  // the first ones of the walk, which not all keys see
-
-  __device__ __forceinline__ QueryTiles(const Visible& visible, int key_tile) {
-    const int first_key = key_tile * kBlockKV;
-    const int end = (visible.q_rows + kBlockQ - 1) / kBlockQ;
-    first = visible.first_row(first_key) / kBlockQ;
-    count = first_key < visible.kv_rows ? max(0, end - first) : 0;
-    start = visible.causal ? 0 : key_tile % num_starts(count) * kStartStep;
-    const int unmasked_row = visible.first_row(first_key + kBlockKV - 1);
-    num_masked = first_key + kBlockKV > visible.kv_rows
-                     ? count
-                     : min(count, (unmasked_row + kBlockQ - 1) / kBlockQ - first);
-  }
-
-  // The starts of consecutive tiles of keys are so many tiles of Q apart, as far as
-  // these go round.
-  static constexpr int kStartStep = kBlockKV / kBlockQ;
-  __device__ __forceinline__ static int num_starts(int num_query_tiles) {
-    return max(1, num_query_tiles / kStartStep);
-  }
-
-  __device__ __forceinline__ int operator[](int i) const {
-    const int tile = start + i;
-    return first + (tile < count ? tile : tile - count);
-  }
-};
 
 // Stage of Q and dO, and the parity of the phase that its barriers are in.
 struct Stage {
@@ -222,11 +150,14 @@ __device__ __forceinline__ int map_batch(const jaxflash_tensor& tensor,
   return tensor.batch_strides[0] == 0 ? 0 : static_cast<int>(batch_element);
 }
 
-// Where the rows of a query head start in the buffers of the workspace.
-__device__ __forceinline__ int64_t padded_row(const BackwardArguments& arguments,
-                                              uint32_t batch_element, int head) {
-  const int64_t batch_head = batch_element * arguments.params.forward.num_heads + head;
-  return batch_head * arguments.num_rows_padded;
+// Number of a tile of Q among those of all heads in the workspace.
+template <int kBlockQ>
+__device__ __forceinline__ uint32_t tile_of_all(const BackwardArguments& arguments,
+                                                uint32_t batch_element, int head,
+                                                int q_tile) {
+  const auto num_heads = static_cast<uint32_t>(arguments.params.forward.num_heads);
+  return (batch_element * num_heads + head) * (arguments.num_rows_padded / kBlockQ) +
+         q_tile;
 }
 
 // The loading warp of a block.
@@ -240,7 +171,6 @@ __device__ __forceinline__ void load_operands(const BackwardArguments& arguments
   constexpr int kBlockQ = kConfig.block_q;
   constexpr uint32_t kRowBytes = kBlockQ * sizeof(float);
   const jaxflash_attention_params& forward = arguments.params.forward;
-  const int group_size = static_cast<int>(forward.num_heads / forward.num_kv_heads);
   const KeyBlock block(arguments, block_number);
   const Visible visible(forward, block.batch());
   const int lane = threadIdx.x % 32;
@@ -255,9 +185,9 @@ __device__ __forceinline__ void load_operands(const BackwardArguments& arguments
     prefetch_tensormap(&arguments.d_out);
   }
   TileLoader loader(barriers.landed, lane);
-  Stage stage;
-  const QueryTiles<kBlockQ, kConfig.block_kv> walk(visible, block.tile);
-  if (walk.count == 0) return;
+  QueryWalk<kBlockQ, kConfig.block_kv> walk(arguments, block, visible);
+  const int num_steps = walk.num_steps();
+  if (num_steps == 0) return;
   const int key = block.tile * kConfig.block_kv;
   loader.load(tiles.k, &arguments.k, barriers.kv_full, 0, key, 0, end_key,
               block.kv_head, map_batch(forward.k, block.batch_element));
@@ -265,36 +195,32 @@ __device__ __forceinline__ void load_operands(const BackwardArguments& arguments
               block.kv_head, map_batch(forward.v, block.batch_element));
   const int begin_row = visible.first_row(key);
   griddepcontrol_wait();  // lse and delta are written
-  int64_t head_row =
-      padded_row(arguments, block.batch_element, block.kv_head * group_size);
-  const int end_head = (block.kv_head + 1) * group_size;
+  const int first_head = block.kv_head * arguments.group_size;
 #pragma unroll 1
-  for (int head = block.kv_head * group_size; head < end_head; ++head) {
-#pragma unroll 1
-    for (int step = 0; step < walk.count; ++step) {
-      const int row = walk[step] * kBlockQ;
-      const int s = stage.index;
-      wait(barriers.q_empty[s], stage.parity ^ 1);
-      loader.load(tiles.q[s], &arguments.q, barriers.q_full[s], kRowBytes, row,
-                  begin_row, end_row, head, map_batch(forward.q, block.batch_element));
-      if (lane == 0) {
-        cp_async_bulk_load(cvta_generic_to_shared(rows.lse[s]),
-                           arguments.lse + head_row + row, kRowBytes,
-                           cvta_generic_to_shared(&barriers.q_full[s]));
-      }
-      wait(barriers.d_out_empty[s], stage.parity ^ 1);
-      loader.load(tiles.d_out[s], &arguments.d_out, barriers.d_out_full[s], kRowBytes,
-                  row, begin_row, end_row, head,
-                  map_batch(arguments.params.d_out, block.batch_element));
-      if (lane == 0) {
-        cp_async_bulk_load(cvta_generic_to_shared(rows.delta[s]),
-                           arguments.delta + head_row + row, kRowBytes,
-                           cvta_generic_to_shared(&barriers.d_out_full[s]));
-      }
-      __syncwarp();  // a lane two phases ahead of the others would keep them waiting
-      stage.advance();
-    }
-    head_row += arguments.num_rows_padded;
+  for (int step = 0; step < num_steps; ++step, walk.advance()) {
+    const int head = first_head + walk.head;
+    const int row = walk.q_tile * kBlockQ;
+    const uint32_t tile =
+        tile_of_all<kBlockQ>(arguments, block.batch_element, head, walk.q_tile);
+    const auto start_row_values = [&](float* target, const float* values,
+                                      const uint64_t& full) {
+      if (lane != 0) return;
+      cp_async_bulk_load(cvta_generic_to_shared(target),
+                         values + int64_t{tile} * kBlockQ, kRowBytes,
+                         cvta_generic_to_shared(&full));
+    };
+    const int s = step % kStages;
+    const uint32_t parity = step / kStages % 2;
+    wait(barriers.q_empty[s], parity ^ 1);
+    loader.load(tiles.q[s], &arguments.q, barriers.q_full[s], kRowBytes, row, begin_row,
+                end_row, head, map_batch(forward.q, block.batch_element));
+    start_row_values(rows.lse[s], arguments.lse, barriers.q_full[s]);
+    wait(barriers.d_out_empty[s], parity ^ 1);
+    loader.load(tiles.d_out[s], &arguments.d_out, barriers.d_out_full[s], kRowBytes,
+                row, begin_row, end_row, head,
+                map_batch(arguments.params.d_out, block.batch_element));
+    start_row_values(rows.delta[s], arguments.delta, barriers.d_out_full[s]);
+    __syncwarp();  // a lane two phases ahead of the others would keep them waiting
   }
 }
 

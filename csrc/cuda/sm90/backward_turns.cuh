@@ -35,7 +35,7 @@
 #include <cstdint>
 
 #include "../common/ptx_sm90.cuh"
-#include "backward_tiles.cuh"
+#include "backward_walk.cuh"
 #include "launch_backward.h"
 
 namespace jaxflash::sm90 {
@@ -49,7 +49,7 @@ __device__ __forceinline__ uint32_t draw_number(const BackwardArguments& argumen
 
 template <int kBlockQ, int kBlockKV>
 struct Turns {
-  using Walk = QueryTiles<kBlockQ, kBlockKV>;
+  using Tiles = QueryTiles<kBlockQ, kBlockKV>;
 
   const Visible& visible;
   int num_early;
@@ -69,9 +69,9 @@ struct Turns {
   }
 
   // Which sum the block of a tile of keys adds to.
-  __device__ __forceinline__ int sum_of(int key_tile, const Walk& walk,
+  __device__ __forceinline__ int sum_of(int key_tile, const Tiles& tiles,
                                         int q_tile) const {
-    return visible.causal ? key_tile >= num_early : q_tile < walk.start;
+    return visible.causal ? key_tile >= num_early : q_tile < tiles.start;
   }
 
   // How many of the tiles of keys [begin, end of the keys) add to a sum of a tile of Q
@@ -83,9 +83,9 @@ struct Turns {
       const int end = sum == 0 ? min(seen, num_early) : seen;
       return max(0, end - max(first, begin));
     }
-    const int num_starts = Walk::num_starts((visible.q_rows + kBlockQ - 1) / kBlockQ);
+    const int num_starts = Tiles::num_starts((visible.q_rows + kBlockQ - 1) / kBlockQ);
     // Of the tiles [0, end), those whose start is not above q_tile.
-    const int starts = min(num_starts, q_tile / Walk::kStartStep + 1);
+    const int starts = min(num_starts, q_tile / Tiles::kStartStep + 1);
     const auto unwrapped = [&](int end) {
       return end / num_starts * starts + min(end % num_starts, starts);
     };

@@ -25,6 +25,9 @@ struct KeyTileOrder {
   // others, the later keys first of both.
   bool by_turns;
   uint32_t num_early;
+  // Whether blocks take a tile of Q of all heads of the group before the next tile
+  // (backward_walk.cuh); only in causal calls.
+  bool by_rows;
 };
 
 struct BackwardArguments {
@@ -41,6 +44,7 @@ struct BackwardArguments {
   CUtensorMap dq_v;   // dq_block_kv
   CUtensorMap dq;     // 64; not used where dq is float32 or absent
   KeyTileOrder order;
+  int group_size;            // query heads of a key/value head
   uint32_t num_rows_padded;  // T rounded up to kRowPadding
   uint32_t num_query_heads;  // num_heads * batch
   // Workspace, all [batch, N, num_rows_padded, ...].
