@@ -105,7 +105,7 @@ def workspace_bytes(
 def kernel_operands(names: Sequence[str], avals: Sequence) -> Sequence:
     """The types of a call's operands as its kernel gets them."""
     batch = batch_shape(names, [aval.shape for aval in avals])
-    if _merged_rank(names, avals, batch) <= _MAX_BATCH_RANK:
+    if _merged_rank(_leads(names, avals), batch) <= _MAX_BATCH_RANK:
         return avals
     return [
         ShapedArray((*batch, *aval.shape[len(lead(name, aval.shape)) :]), aval.dtype)
@@ -113,9 +113,12 @@ def kernel_operands(names: Sequence[str], avals: Sequence) -> Sequence:
     ]
 
 
-def _merged_rank(names: Sequence[str], avals: Sequence, batch: Sequence[int]) -> int:
-    """Batch axes that are left when neighbours merge that the same operands vary on."""
-    leads = [lead(name, aval.shape) for name, aval in zip(names, avals, strict=True)]
+def _leads(names: Sequence[str], avals: Sequence) -> list[tuple[int, ...]]:
+    return [lead(name, aval.shape) for name, aval in zip(names, avals, strict=True)]
+
+
+def _merged_rank(leads: Sequence[Sequence[int]], batch: Sequence[int]) -> int:
+    """Batch axes that are left when neighbours merge that the same tensors vary on."""
     patterns = [
         tuple(len(own) >= -axis and own[axis] != 1 for own in leads)
         for axis in range(-len(batch), 0)
@@ -130,18 +133,37 @@ def kernel_gradients(
     wanted: Sequence[str],
     summed: Sequence[Sequence[int]],
 ) -> list[tuple[str, ShapedArray]]:
-    """Name and type of each gradient as the backward kernel returns it."""
+    """Name and type of each gradient as the backward kernel returns it.
+
+    That of bias comes summed over what shares it, the others cover the batch shape.
+    """
     batch = batch_shape(names, [aval.shape for aval in avals])
     by_name = dict(zip(names, avals, strict=True))
     results = []
     for name, axes in zip(wanted, summed, strict=True):
         aval = by_name[name]
         core = aval.shape[aval.ndim - core_rank(name) :]
+        own, is_summed = batch, bool(axes) or name in _ROW_SUMS
         if name in _ROW_SUMS:
             core = by_name["lse"].shape[-2:]
-        dtype = jnp.float32 if axes or name in _ROW_SUMS else aval.dtype
-        results.append((_GRADIENTS[name], ShapedArray((*batch, *core), dtype)))
+        elif name == "bias":
+            own = _bias_batch(names, avals, batch, axes)
+            rows = by_name["lse"].shape[-2:]
+            is_summed |= core != (*rows, by_name["key"].shape[-3])
+        dtype = jnp.float32 if is_summed else aval.dtype
+        results.append((_GRADIENTS[name], ShapedArray((*own, *core), dtype)))
     return results
+
+
+def _bias_batch(
+    names: Sequence[str], avals: Sequence, batch: tuple[int, ...], axes: Sequence[int]
+) -> tuple[int, ...]:
+    """Batch axes of dbias: 1 where the kernel sums, unless it cannot walk them so."""
+    own = tuple(
+        1 if axis - len(batch) in axes else size for axis, size in enumerate(batch)
+    )
+    rank = _merged_rank([*_leads(names, avals), own], batch)
+    return own if rank <= _MAX_BATCH_RANK else batch
 
 
 def call_backward(
@@ -153,7 +175,7 @@ def call_backward(
     wanted: Sequence[str],
     summed: Sequence[Sequence[int]],
 ) -> list:
-    """Emits the backward kernel and the sums over what its operands share."""
+    """Emits the backward kernel and the sums over what is shared that it leaves."""
     results = kernel_gradients(names, ctx.avals_in, wanted, summed)
     sums = [
         (_ROW_SUMS.get(name), [axis - core_rank(name) for axis in axes])

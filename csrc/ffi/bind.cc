@@ -50,7 +50,7 @@ Error bind_core_sizes(const std::vector<Bound>& all, jaxflash_attention_params* 
     }
     for (size_t i = 0; i < core.size(); ++i) {
       const int64_t size = dims[dims.size() - core.size() + i];
-      if (bound.slot->shared_core && size == 1) continue;
+      if (bound.slot->shared && size == 1) continue;
       const uint64_t bit = uint64_t{1} << (core[i] - '0');
       int64_t two = 2;
       int64_t* expected = core[i] == '2' ? &two : letter_size(core[i], p);
@@ -133,12 +133,17 @@ void merge_batch_axes(Shape* batch, std::vector<Shape>* strides) {
 
 Error check_result(const Bound& bound, const Shape& batch) {
   const auto dims = bound.buffer.dimensions();
+  const auto fits = [&bound](int64_t expected, int64_t size) {
+    return size == expected || (bound.slot->shared && size == 1);
+  };
   if (dims.size() == batch.size() + bound.slot->core.size() &&
-      std::equal(batch.begin(), batch.end(), dims.begin())) {
+      std::equal(batch.begin(), batch.end(), dims.begin(), fits)) {
     return Error::Success();
   }
-  return shape_error(bound, "the full batch shape " + to_text(AnyBuffer::Dimensions(
-                                                          batch.data(), batch.size())));
+  const char* expected = bound.slot->shared ? "1 or " : "";
+  return shape_error(
+      bound, expected + ("the full batch shape " +
+                         to_text(AnyBuffer::Dimensions(batch.data(), batch.size()))));
 }
 
 // Binds every tensor of the call once sizes and batch shape are known.

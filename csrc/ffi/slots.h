@@ -15,13 +15,14 @@
 namespace jaxflash::ffi {
 
 // What the binder knows about an operand or result. `core` has one letter per core axis
-// (T, S, N, K, H as in the C API, V for Hv, 2 for two); the axes of a `shared_core`
-// tensor may also be 1, which the kernels read with stride 0.
+// (T, S, N, K, H as in the C API, V for Hv, 2 for two); the axes of a `shared` tensor
+// may also be 1, which the kernels read with stride 0. Of a result that goes for its
+// batch axes, too: the kernels sum over them.
 struct Slot {
   std::string_view name;
   std::string_view core;
   jaxflash_tensor& (*tensor)(jaxflash_attention_backward_params&);
-  bool shared_core = false;
+  bool shared = false;
 };
 
 // NULL for a name that no operand or result has.

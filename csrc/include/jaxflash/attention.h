@@ -139,14 +139,16 @@ typedef struct jaxflash_attention_backward_params {
   jaxflash_tensor d_out; /* [T, N, Hv], dtype of q */
   jaxflash_tensor d_lse; /* [N, T] float32; absent: zero */
 
-  /* Wanted gradients; absent: not computed. Each covers the whole batch shape, also
-   * where the operand was broadcast: the caller sums. dq, dk and dv have the dtype of
-   * q or float32. */
+  /* Wanted gradients; absent: not computed. Each but dbias covers the whole batch
+   * shape, also where the operand was broadcast: the caller sums. dq, dk and dv have
+   * the dtype of q or float32. */
   jaxflash_tensor dq;     /* [T, N, H] */
   jaxflash_tensor dk;     /* [S, K, H]  summed over the N / K heads of the group */
   jaxflash_tensor dv;     /* [S, K, Hv] likewise */
   jaxflash_tensor dscale; /* [N, T] float32: contribution of each row, to be summed */
-  jaxflash_tensor dbias;  /* [N, T, S] in the shape of bias; stride 0 axes are summed */
+  jaxflash_tensor dbias;  /* [N, T, S] any float dtype: summed in float32 over its axes
+                           * of stride 0, batch axes too, whatever strides bias has.
+                           * Of an empty batch it is 0 */
   jaxflash_tensor dsinks; /* [N, T] float32: contribution of each row, to be summed */
   jaxflash_tensor dalibi; /* [N, T] float32: contribution of each row, to be summed */
 } jaxflash_attention_backward_params;
