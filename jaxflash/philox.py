@@ -39,7 +39,7 @@ def keep_mask(rate: float, seed: Array, n: Array, i: Array, j: Array) -> Array:
     """True where the attention weight (n, i, j) survives dropout.
 
     Args:
-        rate: probability of dropping a weight.
+        rate: probability of dropping a weight, as float32 holds it.
         seed: uint32 [..., 2].
         n: query heads, uint32, broadcastable to [..., T, S] like i.
         i: query positions, uint32.
@@ -54,5 +54,9 @@ def keep_mask(rate: float, seed: Array, n: Array, i: Array, j: Array) -> Array:
     words = jnp.stack(jnp.broadcast_arrays(*words), axis=-1)
     words = words.reshape(*words.shape[:-2], -1)
     words = lax.dynamic_slice_in_dim(words, j[0] % 4, size, axis=-1)
-    threshold = min(round(rate * 2**32), 2**32 - 1)
-    return words >= jnp.uint32(threshold)
+    return words >= jnp.uint32(dropout_threshold(rate))
+
+
+def dropout_threshold(rate: float) -> int:
+    """A weight is kept if its word is no less; csrc/formula/dropout.h rounds so too."""
+    return min(int(rate * 2**32 + 0.5), 2**32 - 1)

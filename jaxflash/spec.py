@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 
 # Axes of each operand after its leading batch axes. Letters: T query length, S
 # key/value length, N query heads, K key/value heads, H query/key head dim, V value
@@ -72,6 +73,7 @@ class Spec:
         for field in dataclasses.fields(self):
             to = cast.get(field.name, field.type)
             object.__setattr__(self, field.name, to(getattr(self, field.name)))
+        object.__setattr__(self, "dropout_rate", _float32_rate(self.dropout_rate))
         for side in ("window_left", "window_right"):
             object.__setattr__(self, side, min(getattr(self, side), MAX_WINDOW))
         # A window that ends at the diagonal is causality, and causality covers every
@@ -79,6 +81,12 @@ class Spec:
         if self.is_causal or self.window_right == 0:
             object.__setattr__(self, "is_causal", True)
             object.__setattr__(self, "window_right", UNLIMITED)
+
+
+def _float32_rate(rate: float) -> float:
+    """The rate as the C API has it, so that every backend drops the same weights."""
+    largest = np.nextafter(np.float32(1), np.float32(0))
+    return float(min(np.float32(rate), largest))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +100,8 @@ class Kernels:
     operands: tuple[str, ...]
     max_head_dim: int
     window: bool = False
+    softcap: bool = False
+    value_head_dim: bool = False  # other than query's
 
     def refusal(
         self, spec: Spec, dtype: str, head_dim: int, value_head_dim: int
@@ -103,25 +113,30 @@ class Kernels:
         windows = (spec.window_left, spec.window_right)
         if windows != (UNLIMITED, UNLIMITED) and not self.window:
             return "local_window_size"
-        if spec.softcap:
+        if spec.softcap and not self.softcap:
             return "softcap"
         if dtype not in self.dtypes:
             return f"query of dtype {dtype}"
-        if head_dim != value_head_dim:
+        if head_dim != value_head_dim and not self.value_head_dim:
             return (
                 "value with a head dim other than query's "
                 f"({value_head_dim} != {head_dim})"
             )
         if head_dim > self.max_head_dim:
             return f"query with head dim H = {head_dim}"
+        if value_head_dim > self.max_head_dim:
+            return f"value with head dim Hv = {value_head_dim}"
         return None
 
     def describe(self) -> str:
         """What works, for error texts."""
+        options = {"local_window_size": self.window, "softcap": self.softcap}
+        served = [*self.operands, "is_causal", *(x for x in options if options[x])]
+        served = ["dropout_rate" if x == "dropout_seed" else x for x in served]
         return (
-            f"{', '.join(self.dtypes)} with equal head dims from 1 to "
-            f"{self.max_head_dim} and the arguments {', '.join(self.operands)}, "
-            f"is_causal{', local_window_size' if self.window else ''}"
+            f"{', '.join(self.dtypes)} with{'' if self.value_head_dim else ' equal'} "
+            f"head dims from 1 to {self.max_head_dim} and the arguments "
+            f"{', '.join(served)}"
         )
 
 
