@@ -156,9 +156,9 @@ def explain(
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxflash
-        >>> q = jax.ShapeDtypeStruct((2, 128, 8, 64), jnp.float32)
-        >>> print(jaxflash.explain(q, q, q, softcap=5.0, platform="cpu").forward)
-        reference (jaxflash's cpu kernels do not serve softcap yet)
+        >>> q = jax.ShapeDtypeStruct((2, 128, 8, 320), jnp.float32)
+        >>> print(jaxflash.explain(q, q, q, platform="cpu").forward)
+        reference (jaxflash's cpu kernels do not serve query with head dim H = 320 yet)
 
     Args:
         query: like the next four, as in dot_product_attention.

@@ -52,7 +52,7 @@ def keep_mask(rate: float, seed: Array, n: Array, i: Array, j: Array) -> Array:
     quads = quads.reshape((1,) * (n.ndim - 1) + quads.shape)
     words = philox((seed[..., 0], seed[..., 1]), (quads, i, n, jnp.zeros_like(n)))
     words = jnp.stack(jnp.broadcast_arrays(*words), axis=-1)
-    words = words.reshape(*words.shape[:-2], -1)
+    words = words.reshape(*words.shape[:-2], 4 * words.shape[-2])
     words = lax.dynamic_slice_in_dim(words, j[0] % 4, size, axis=-1)
     return words >= jnp.uint32(dropout_threshold(rate))
 

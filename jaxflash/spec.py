@@ -117,15 +117,15 @@ class Kernels:
             return "softcap"
         if dtype not in self.dtypes:
             return f"query of dtype {dtype}"
+        if head_dim > self.max_head_dim:
+            return f"query with head dim H = {head_dim}"
+        if value_head_dim > self.max_head_dim:
+            return f"value with head dim Hv = {value_head_dim}"
         if head_dim != value_head_dim and not self.value_head_dim:
             return (
                 "value with a head dim other than query's "
                 f"({value_head_dim} != {head_dim})"
             )
-        if head_dim > self.max_head_dim:
-            return f"query with head dim H = {head_dim}"
-        if value_head_dim > self.max_head_dim:
-            return f"value with head dim Hv = {value_head_dim}"
         return None
 
     def describe(self) -> str:
@@ -151,7 +151,21 @@ _COMMON_OPERANDS = (
 )
 KERNELS: dict[str, Kernels] = {
     "cpu": Kernels(
-        ("float32", "bfloat16", "float16"), _COMMON_OPERANDS, 256, window=True
+        ("float32", "bfloat16", "float16"),
+        (
+            *_COMMON_OPERANDS,
+            "bias",
+            "mask",
+            "query_segment_ids",
+            "key_value_segment_ids",
+            "sinks",
+            "alibi_slopes",
+            "dropout_seed",
+        ),
+        256,
+        window=True,
+        softcap=True,
+        value_head_dim=True,
     ),
     "cuda": Kernels(("bfloat16", "float16"), _COMMON_OPERANDS, 256),
 }

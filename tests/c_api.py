@@ -25,7 +25,15 @@ ORACLE_NAMES = {
     "v": "value",
     "q_seq_lengths": "query_seq_lengths",
     "kv_seq_lengths": "key_value_seq_lengths",
+    "q_segment_ids": "query_segment_ids",
+    "kv_segment_ids": "key_value_segment_ids",
 }
+CORE_RANK = {
+    **{"bias": 3, "mask": 3, "q_segment_ids": 1, "kv_segment_ids": 1},
+    **{"sinks": 1, "alibi_slopes": 1, "dropout_seed": 1},
+}
+# Gradients of one number per row and head, and what they are gradients of.
+ROW_GRADIENTS = {"dsinks": "sinks", "dalibi": "alibi_slopes"}
 POISON = 0xFF  # as every byte: nan in each float dtype, -1 in int32
 MARGIN = 3
 
@@ -99,6 +107,19 @@ class Buffer:
         return bool(np.all(self._bytes == POISON))
 
 
+class Shared(Buffer):
+    """A buffer of the shape of `values` that is seen in a larger shape, by strides 0.
+
+    An output is of that shape and dtype, and has no values yet.
+    """
+
+    def __init__(self, shape, values, layout: str, core_rank: int, *, is_output=False):
+        given = None if is_output else values
+        super().__init__(values.shape, values.dtype, layout, core_rank, given)
+        self.own = self.array
+        self.array = np.broadcast_to(self.own, shape)
+
+
 @dataclasses.dataclass
 class Call:
     """One call's buffers by name, and its parameters for both passes."""
@@ -118,11 +139,12 @@ class Call:
         arguments = {
             ORACLE_NAMES.get(name, name): buffer.array[index]
             for name, buffer in self.inputs.items()
-            if name not in ("d_out", "d_lse")
+            if name not in ("d_out", "d_lse", "dropout_seed")
         }
         p = self.params
         sides = (p.window_left, p.window_right)
         return arguments | {
+            "softcap": p.softcap or None,
             "is_causal": bool(p.is_causal),
             "local_window_size": tuple(None if side == -1 else side for side in sides),
         }
@@ -135,29 +157,41 @@ def make_call(
     N=4,
     K=2,
     H=16,
+    Hv: int | None = None,
     *,
     dtype="float32",
     layout="dense",
     inputs_layout: str | None = None,
     is_causal=False,
     scalars: dict[str, Any] | None = None,
+    operands: dict[str, np.ndarray] | None = None,
+    softcap: float = 0.0,
 ) -> Call:
-    """Random inputs; `scalars` are per-batch operands (scale, lengths, offset)."""
+    """Random inputs; `scalars` are per-batch operands (scale, lengths, offset).
+
+    `operands` are the others, full or of size 1 along their axes [*batch, *core]; those
+    of size 1 have stride 0.
+    """
     rng = np.random.default_rng(T * S + H)
     inputs_layout = inputs_layout or layout
+    Hv = Hv or H
 
     def random(*core):
         stored = core if inputs_layout == "shared" else (*batch, *core)
         values = rng.standard_normal(stored).astype(DTYPES[dtype])
         return Buffer((*batch, *core), DTYPES[dtype], inputs_layout, 3, values)
 
-    inputs = {"q": random(T, N, H), "k": random(S, K, H), "v": random(S, K, H)}
+    inputs = {"q": random(T, N, H), "k": random(S, K, H), "v": random(S, K, Hv)}
     for name, values in (scalars or {}).items():
         values = np.asarray(values)
         inputs[name] = Buffer(batch, values.dtype, inputs_layout, 0, values)
+    for name, values in (operands or {}).items():
+        rank = CORE_RANK[name]
+        shape = {3: (N, T, S), 1: values.shape[-1:]}[rank]
+        inputs[name] = Shared((*batch, *shape), values, layout, rank)
     float32 = DTYPES["float32"]
     outputs = {
-        "out": Buffer((*batch, T, N, H), DTYPES[dtype], layout, 3),
+        "out": Buffer((*batch, T, N, Hv), DTYPES[dtype], layout, 3),
         "lse": Buffer((*batch, N, T), float32, layout, 2),
     }
     params = api.forward_params(
@@ -166,20 +200,28 @@ def make_call(
         is_causal=is_causal,
     )
     if dtype != "float32":
-        outputs["out_low"] = Buffer((*batch, T, N, H), np.dtype(np.int8), layout, 3)
+        outputs["out_low"] = Buffer((*batch, T, N, Hv), np.dtype(np.int8), layout, 3)
         params.out_low = outputs["out_low"].tensor
-    for name in scalars or ():
+    params.softcap = softcap
+    for name in (*(scalars or ()), *(operands or ())):
         setattr(params, name, inputs[name].tensor)
 
-    inputs["d_out"] = random(T, N, H)
+    inputs["d_out"] = random(T, N, Hv)
     d_lse = rng.standard_normal((N, T) if inputs_layout == "shared" else (*batch, N, T))
     inputs["d_lse"] = Buffer((*batch, N, T), float32, inputs_layout, 2, d_lse)
     gradients = {
         "dq": Buffer((*batch, T, N, H), DTYPES[dtype], layout, 3),
         "dk": Buffer((*batch, S, K, H), DTYPES[dtype], layout, 3),
-        "dv": Buffer((*batch, S, K, H), float32, layout, 3),
+        "dv": Buffer((*batch, S, K, Hv), float32, layout, 3),
         "dscale": Buffer((*batch, N, T), float32, layout, 2),
     }
+    for name, operand in ROW_GRADIENTS.items():
+        if operand in inputs:
+            gradients[name] = Buffer((*batch, N, T), float32, layout, 2)
+    if "bias" in inputs:
+        # In the shape and dtype of the bias, and summed over what shares it.
+        bias = (operands or {})["bias"]
+        gradients["dbias"] = Shared((*batch, N, T, S), bias, layout, 3, is_output=True)
     backward = api.BackwardParams(ctypes.sizeof(api.BackwardParams), params)
     for name in ("d_out", "d_lse"):
         setattr(backward, name, inputs[name].tensor)

@@ -11,9 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxflash
+from jaxflash.arguments import dropout
+from jaxflash.philox import keep_mask
+from jaxflash.spec import KERNELS
 
 QKV = ("query", "key", "value")
 KINDS = ("gaussian", "offset_mean", "outlier_channels", "rank_deficient", "one_hot")
+
+
+def serving(*features: str) -> list[str]:
+    """The kernels that serve these: operands, or flags of their table entries."""
+    return [
+        name
+        for name, kernels in KERNELS.items()
+        if all(x in kernels.operands or getattr(kernels, x, False) for x in features)
+    ]
 
 
 def make_call(
@@ -61,8 +73,21 @@ def cotangents(
     return d_out, d_lse if lse else np.zeros_like(d_lse)
 
 
+def with_keep(call: dict[str, Any]) -> dict[str, Any]:
+    """The call and, for the oracle, which weights its dropout keeps."""
+    q, S = call["query"], call["key"].shape[-3]
+    *batch, T, N, _ = q.shape
+    rate, seed = dropout(call["dropout_rate"], call["dropout_key"], tuple(batch))
+    n = jnp.arange(N, dtype=jnp.uint32)[:, None, None]
+    i = jnp.arange(T, dtype=jnp.uint32)[:, None]
+    n, i = (x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape) for x in (n, i))
+    assert seed is not None
+    keep = keep_mask(rate, seed[..., None, None, None, :], n, i, jnp.arange(S))
+    return call | {"keep": np.broadcast_to(keep, (*batch, N, T, S))}
+
+
 def run(call: dict[str, Any], implementation: str | None, **more: Any) -> Any:
-    """out and lse [*batch, T, N] of the call, compiled."""
+    """out and lse [*batch, T, N] of the call, compiled; "keep" is the oracle's."""
     arrays, constants = _split({**call, **more, "implementation": implementation})
     return _forward(arrays, constants)
 
@@ -83,9 +108,11 @@ def run_gradients(
 
 def _split(call: dict[str, Any]) -> tuple[dict[str, Any], tuple]:
     arrays = {
-        name: x for name, x in call.items() if isinstance(x, (np.ndarray, jax.Array))
+        name: x
+        for name, x in call.items()
+        if isinstance(x, (np.ndarray, jax.Array)) and name != "keep"
     }
-    constants = {name: x for name, x in call.items() if name not in arrays}
+    constants = {name: x for name, x in call.items() if name not in {*arrays, "keep"}}
     return arrays, tuple(sorted(constants.items()))
 
 

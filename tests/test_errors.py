@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import make_call
+from calls import make_call, serving
 
 from jaxflash import dot_product_attention, explain, selection
+from jaxflash.spec import KERNELS
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
 WRONG = (TypeError, ValueError)
@@ -175,45 +176,56 @@ def test_traced_values_of_static_arguments_are_named(name):
         jax.jit(attention)(jnp.ones((), jnp.int32))
 
 
-UNSERVED = [
-    ({"mask": np.ones((B, 1, T, S), bool)}, "mask"),
-    ({"bias": zeros(B, 1, T, S)}, "bias"),
-    ({"softcap": 3.0}, "softcap"),
-    ({"sinks": zeros(N)}, "sinks"),
-    ({"alibi_slopes": zeros(N)}, "alibi_slopes"),
-    ({"query_segment_ids": ids(B, T), "key_value_segment_ids": ids(B, S)},
-     "query_segment_ids"),
-    ({"value": zeros(B, S, K, 6, dtype="float16")}, "value"),
-    ({"query": zeros(B, T, N, 264, dtype="float16"),
-      "key": zeros(B, S, K, 264, dtype="float16"),
-      "value": zeros(B, S, K, 264, dtype="float16")}, "H"),
-]  # fmt: skip
+def wide(size, value_size):
+    return {
+        "query": zeros(B, T, N, size, dtype="float16"),
+        "key": zeros(B, S, K, size, dtype="float16"),
+        "value": zeros(B, S, K, value_size, dtype="float16"),
+    }
 
 
-UNSERVED_BY = [(backend, *case) for backend in ("cpu", "cuda") for case in UNSERVED]
-UNSERVED_BY += [("cuda", {"local_window_size": 2}, "local_window_size")]
+# By what a backend's table entry must have to serve the call.
+UNSERVED = {
+    "mask": {"mask": np.ones((B, 1, T, S), bool)},
+    "bias": {"bias": zeros(B, 1, T, S)},
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks": zeros(N)},
+    "alibi_slopes": {"alibi_slopes": zeros(N)},
+    "query_segment_ids": {
+        "query_segment_ids": ids(B, T),
+        "key_value_segment_ids": ids(B, S),
+    },
+    "window": {"local_window_size": 2},
+    "value_head_dim": {"value": zeros(B, S, K, 6, dtype="float16")},
+    "dropout_seed": {"dropout_rate": 0.1},
+    "H": wide(264, 8),
+    "Hv": wide(8, 264),
+}
+ARGUMENTS = {
+    "window": "local_window_size",
+    "value_head_dim": "value",
+    "dropout_seed": "dropout_rate",
+}
+UNSERVED_BY = [
+    (backend, feature)
+    for backend in KERNELS
+    for feature in UNSERVED
+    if backend not in serving(feature)
+]
 
 
-@pytest.mark.parametrize(
-    ("backend", "changes", "name"),
-    UNSERVED_BY,
-    ids=[f"{b}-{n}" for b, _, n in UNSERVED_BY],
-)
-def test_explicit_implementation_refuses_what_it_does_not_serve(backend, changes, name):
-    call = make_call(T, S, batch=(B,), N=N, K=K, H=H, dtype="float16") | changes
-    call["implementation"] = backend
-    needles = (name, backend, "256" if name == "H" else "reference")
+@pytest.mark.parametrize(("backend", "feature"), UNSERVED_BY)
+def test_explicit_implementation_refuses_what_it_does_not_serve(backend, feature):
+    call = make_call(T, S, batch=(B,), N=N, K=K, H=H, dtype="float16")
+    call |= UNSERVED[feature] | {"implementation": backend}
+    if feature == "dropout_seed":
+        call["dropout_key"] = jax.random.key(0)
+    name = ARGUMENTS.get(feature, feature)
+    largest = str(KERNELS[backend].max_head_dim)
+    needles = (name, backend, largest if feature in ("H", "Hv") else "reference")
     check(lambda: dot_product_attention(**call), NotImplementedError, needles)
     check(lambda: jax.eval_shape(lambda: dot_product_attention(**call)),
           NotImplementedError, needles)  # fmt: skip
-
-
-@pytest.mark.parametrize("backend", ["cpu", "cuda"])
-def test_explicit_implementation_refuses_dropout(backend):
-    call = make_call(dtype="float16") | {"implementation": backend}
-    call |= {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
-    needles = ("dropout_rate", backend, "reference")
-    check(lambda: dot_product_attention(**call), NotImplementedError, needles)
 
 
 def test_cuda_refuses_float32_by_name():

@@ -83,16 +83,18 @@ SERVED = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
     "heads": {"K": 2, "is_causal": True},
-}
-UNSERVED = {
     "softcap": {"softcap": 5.0},
     "mask": {"mask": np.ones((1, 1, 6, 9), bool)},
+}
+UNSERVED = {
+    "query with head dim H = 257": {"H": 257},
+    "value with head dim Hv = 257": {"Hv": 257},
 }
 
 
 @pytest.mark.parametrize("case", [*SERVED, *UNSERVED])
 def test_the_cpu_answer_is_what_is_lowered(case):
-    call = make_call(6, 9, **SERVED.get(case, {})) | UNSERVED.get(case, {})
+    call = make_call(6, 9, **(SERVED | UNSERVED)[case])
     got = explain(**call)
     # Explaining is silent, and leaves the warning to the call.
     selection._warn_once.cache_clear()
@@ -175,8 +177,9 @@ def test_wrong_calls_raise_what_the_call_raises():
     x = jax.ShapeDtypeStruct((5, 2, 8), jnp.float32)
     with pytest.raises(ValueError, match=r"key must have shape .*, got \(5, 2, 9\)"):
         explain(x, jax.ShapeDtypeStruct((5, 2, 9), jnp.float32), x)
-    with pytest.raises(NotImplementedError, match="does not serve softcap"):
-        explain(x, x, x, implementation="cpu", softcap=3.0)
+    wide = jax.ShapeDtypeStruct((5, 2, 257), jnp.float32)
+    with pytest.raises(NotImplementedError, match="does not serve query with head dim"):
+        explain(wide, wide, wide, implementation="cpu")
     with pytest.raises(NotImplementedError, match="compiled for cuda"):
         explain(x, x, x, implementation="cpu", platform="cuda")
     with pytest.raises(ValueError, match="platform must be 'cuda'"):

@@ -11,20 +11,13 @@ from calls import make_call, run
 from compare import assert_equal
 
 from jaxflash import dot_product_attention, selection
+from jaxflash.spec import KERNELS
 
 T, S = 6, 9
+TOO_WIDE = KERNELS["cpu"].max_head_dim + 1
 UNSERVED = {
-    "mask": {"mask": np.ones((1, 1, T, S), bool)},
-    "bias": {"bias": np.zeros((1, 1, T, S), np.float32)},
-    "softcap": {"softcap": 5.0},
-    "sinks": {"sinks": np.zeros(4, np.float32)},
-    "alibi_slopes": {"alibi_slopes": np.zeros(4, np.float32)},
-    "query_segment_ids": {
-        "query_segment_ids": np.zeros((2, T), np.int32),
-        "key_value_segment_ids": np.zeros((2, S), np.int32),
-    },
-    "dropout_rate": {"dropout_rate": 0.5},
-    "value": {"value": np.ones((2, S, 4, 3), np.float32)},
+    "query": make_call(T, S, H=TOO_WIDE),
+    "value": make_call(T, S, Hv=TOO_WIDE),
 }
 
 
@@ -35,16 +28,9 @@ def _as_in_a_new_process():
     jax.clear_caches()
 
 
-def call_of(name):
-    call = make_call(T, S) | UNSERVED[name]
-    if name == "dropout_rate":
-        call["dropout_key"] = jax.random.key(0)
-    return call
-
-
 @pytest.mark.parametrize("name", UNSERVED)
 def test_unserved_argument_is_named_in_one_warning(name):
-    call = call_of(name)
+    call = UNSERVED[name]
     with pytest.warns(UserWarning, match=rf"\b{name}\b.*reference") as caught:
         got = run(call, None)
     assert len(caught) == 1
@@ -53,24 +39,24 @@ def test_unserved_argument_is_named_in_one_warning(name):
 
 
 def test_the_warning_comes_once():
-    with pytest.warns(UserWarning, match="softcap"):
-        run(call_of("softcap"), None)
-    other = make_call(T + 1, S) | {"softcap": 4.0}
+    with pytest.warns(UserWarning, match="query"):
+        run(UNSERVED["query"], None)
+    other = make_call(T + 1, S, H=TOO_WIDE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(other, None)
-    with pytest.warns(UserWarning, match="mask"):
-        run(call_of("mask"), None)
+    with pytest.warns(UserWarning, match="value"):
+        run(UNSERVED["value"], None)
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.grad])
 def test_the_warning_points_at_the_line_that_called(transform):
-    call = call_of("softcap")
+    call = dict(UNSERVED["query"])
 
     def loss(query):
         return dot_product_attention(**(call | {"query": query})).sum()
 
-    with pytest.warns(UserWarning, match="softcap") as caught:
+    with pytest.warns(UserWarning, match="query") as caught:
         transform(loss)(jax.numpy.asarray(call["query"]))
     assert [warning.filename for warning in caught] == [__file__]
 
@@ -96,7 +82,7 @@ def test_a_source_tree_that_hides_the_installed_package_is_named(
 
 
 def test_gradients_fall_back_with_the_forward():
-    call = call_of("softcap")
+    call = dict(UNSERVED["query"])
 
     def loss(query):
         return dot_product_attention(**(call | {"query": query})).sum()
@@ -105,7 +91,7 @@ def test_gradients_fall_back_with_the_forward():
         call["implementation"] = "reference"
         return dot_product_attention(**(call | {"query": query})).sum()
 
-    with pytest.warns(UserWarning, match="softcap") as caught:
+    with pytest.warns(UserWarning, match="query") as caught:
         got = jax.jit(jax.grad(loss))(call["query"])
     assert len(caught) == 1
     assert_equal(got, jax.jit(jax.grad(reference))(call["query"]))
@@ -113,7 +99,7 @@ def test_gradients_fall_back_with_the_forward():
 
 def test_the_reference_by_name_is_silent():
     for name in UNSERVED:
-        run(call_of(name), "reference")
+        run(UNSERVED[name], "reference")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -1,19 +1,26 @@
 """Random shapes and arguments, zero and one included, against the oracle."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import QKV, cotangents, make_call, run, run_gradients
+from calls import cotangents, make_call, run, run_gradients, serving, with_keep
 from compare import assert_forward, assert_gradients
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from jaxflash.spec import KERNELS
+from jaxflash.spec import DIFFERENTIABLE
 
+EVERYTHING = (
+    *("bias", "mask", "query_segment_ids", "sinks", "alibi_slopes", "dropout_seed"),
+    *("window", "softcap", "value_head_dim"),
+)
+BIAS_DTYPES = ("float32", "bfloat16", "float16")
 # No shrinking: each step would compile anew, and the calls are small to begin with.
 SETTINGS = settings(
     deadline=None,
     derandomize=True,
-    max_examples=40,
+    max_examples=150,
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -55,10 +62,10 @@ def windowed_calls(draw, dtype):
 
 
 @st.composite
-def reference_calls(draw, dtype):
+def full_calls(draw, dtype):
     """Any mixture of all arguments."""
-    call = draw(kernel_calls(dtype))
-    (B, T, N, _), S = call["query"].shape, call["key"].shape[1]
+    call = draw(windowed_calls(dtype))
+    (B, T, N, _), (_, S, K, _) = call["query"].shape, call["key"].shape
     rng = np.random.default_rng(draw(st.integers(0)))
     full = (B, N, T, S)
 
@@ -67,29 +74,38 @@ def reference_calls(draw, dtype):
         return tuple(1 if one else n for one, n in zip(ones, full, strict=True))
 
     if draw(st.booleans()):
-        call["bias"] = rng.standard_normal(broadcastable()).astype(np.float32)
+        Hv = draw(st.one_of(st.integers(1, 9), st.integers(10, 70)))
+        call["value"] = rng.standard_normal((B, S, K, Hv)).astype(dtype)
     if draw(st.booleans()):
-        call["mask"] = rng.random(broadcastable()) < 0.7
+        bias = rng.standard_normal(broadcastable())
+        bias = np.where(rng.random(bias.shape) < 0.1, -np.inf, bias)
+        call["bias"] = bias.astype(jnp.dtype(draw(st.sampled_from(BIAS_DTYPES))))
     if draw(st.booleans()):
-        side = st.one_of(st.none(), st.integers(0, 50))
-        call["local_window_size"] = (draw(side), draw(side))
+        call["mask"] = rng.random(broadcastable()) < draw(st.sampled_from([0.02, 0.7]))
     if draw(st.booleans()):
-        call["query_segment_ids"] = rng.integers(0, 3, (B, T)).astype(np.int32)
-        call["key_value_segment_ids"] = rng.integers(0, 3, (B, S)).astype(np.int32)
+        ids = [rng.integers(0, 3, (B, length)).astype(np.int32) for length in (T, S)]
+        if draw(st.booleans()):
+            ids = [np.sort(x) for x in ids]
+        call["query_segment_ids"], call["key_value_segment_ids"] = ids
     if draw(st.booleans()):
         call["softcap"] = draw(st.floats(0.5, 20))
     if draw(st.booleans()):
-        call["sinks"] = rng.standard_normal(N).astype(np.float32)
+        sinks = rng.standard_normal(N)
+        call["sinks"] = np.where(rng.random(N) < 0.2, -np.inf, sinks).astype(np.float32)
     if draw(st.booleans()):
         call["alibi_slopes"] = rng.random((B, N)).astype(np.float32)
+    if draw(st.booleans()):
+        call["dropout_rate"] = draw(st.floats(0, 0.9))
+        call["dropout_key"] = jax.random.key(draw(st.integers(0, 2**31)))
     return call
 
 
 def check(call, implementation):
+    if call.get("dropout_rate"):
+        call = with_keep(call)
     assert_forward(call, *run(call, implementation))
     d_out, d_lse = cotangents(call)
-    more = ("scale", "bias", "sinks", "alibi_slopes")
-    names = (*QKV, *(name for name in more if name in call))
+    names = tuple(name for name in DIFFERENTIABLE if name in call)
     grads = run_gradients(call, implementation, d_out, d_lse, names)
     assert_gradients(call, grads, d_out, d_lse)
 
@@ -107,11 +123,11 @@ def test_random_calls(implementation, working_dtype):
     check_drawn(kernel_calls(working_dtype), implementation)
 
 
-@pytest.mark.implementations(*(name for name in KERNELS if KERNELS[name].window))
+@pytest.mark.implementations(*serving("window"))
 def test_random_calls_with_a_window(implementation, working_dtype):
     check_drawn(windowed_calls(working_dtype), implementation)
 
 
-@pytest.mark.implementations("reference")
-def test_random_calls_with_every_argument(implementation, working_dtype):
-    check_drawn(reference_calls(working_dtype), implementation)
+@pytest.mark.implementations("reference", *serving(*EVERYTHING))
+def test_random_calls_with_every_argument(implementation, dtype):
+    check_drawn(full_calls(dtype), implementation)

@@ -35,11 +35,15 @@ def test_table_of_backends_follows_the_code():
     }
     for i, backend in ((1, "cpu"), (2, "cuda")):
         kernels = KERNELS[backend]
-        assert row["head dim H = Hv"][i] == f"1 to {kernels.max_head_dim}"
+        assert row["head dims H and Hv"][i] == f"1 to {kernels.max_head_dim}"
         served = {"yes": True, "not yet": False}
+        assert served[row["Hv other than H"][i]] == kernels.value_head_dim
         assert served[row["float32"][i]] == ("float32" in kernels.dtypes)
         assert served[row["`local_window_size`"][i]] == kernels.window
         masks = row["`mask`, `bias`, segment ids"][i]
-        assert served[masks] == ("mask" in kernels.operands)
+        for name in ("mask", "bias", "query_segment_ids"):
+            assert served[masks] == (name in kernels.operands)
         scores = row["`softcap`, `sinks`, `alibi_slopes`, dropout"][i]
-        assert served[scores] == ("sinks" in kernels.operands)
+        assert served[scores] == kernels.softcap
+        for name in ("sinks", "alibi_slopes", "dropout_seed"):
+            assert served[scores] == (name in kernels.operands)

@@ -14,7 +14,9 @@ namespace {
 constexpr size_t kAlignment = 64;
 constexpr Support kSupport = [] {
   Support support = {"cpu", kMaxHeadDim};
-  support.float32 = support.window = true;
+  support.float32 = support.value_head_dim = support.bias = support.mask = true;
+  support.window = support.segment_ids = support.softcap = support.sinks = true;
+  support.alibi_slopes = support.dropout = true;
   return support;
 }();
 
@@ -94,9 +96,11 @@ jaxflash_status jaxflash_attention_backward_cpu(
   auto status = jaxflash::cpu::check(validate_backward(params), forward, &kernels);
   if (status != JAXFLASH_OK) return status;
   JAXFLASH_RETURN_IF_ERROR(jaxflash::cpu::check_executor(executor));
-  if (jaxflash::cpu::is_empty(*forward)) return JAXFLASH_OK;
+  // What is summed over nothing is 0.
+  const bool is_empty = jaxflash::cpu::is_empty(*forward);
+  if (is_empty && params->dbias.data == nullptr) return JAXFLASH_OK;
   status = validate_workspace(workspace, workspace_bytes,
-                              kernels->backward_workspace(*forward),
+                              is_empty ? 0 : kernels->backward_workspace(*forward),
                               jaxflash::cpu::kAlignment);
   if (status != JAXFLASH_OK) return status;
   kernels->backward(*params, workspace, executor);

@@ -133,7 +133,17 @@ inline void store_row(const float* from, float factor, int count, Element* x,
   }
 }
 
-// x rounded to the precision of Element.
+// x without the last kDropped bits of its mantissa, rounded to nearest even.
+template <int kDropped>
+inline Floats round_mantissa(Floats x) {
+  const Words bits = (Words)x;
+  constexpr uint32_t kHalf = (1u << kDropped >> 1) - 1;
+  const Words rounded = (bits + kHalf + (bits >> kDropped & 1u)) & ~0u << kDropped;
+  return select(x == x, (Floats)rounded, x);
+}
+
+// x rounded to the mantissa of Element: its exponents would make zeros of weights that
+// are small beside that of a sink, or of a key that dropout takes away.
 template <class Element>
 inline Floats round_to(Floats x);
 
@@ -144,26 +154,12 @@ inline Floats round_to<float>(Floats x) {
 
 template <>
 inline Floats round_to<Bfloat16>(Floats x) {
-  const Words bits = (Words)x;
-  const Words rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u;
-  return select(x == x, (Floats)rounded, x);
+  return round_mantissa<16>(x);
 }
 
 template <>
 inline Floats round_to<Float16>(Floats x) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_maskz_cvtph_ps(
-      -1, _mm512_maskz_cvtps_ph(-1, (__m512)x, _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__F16C__)
-  return (Floats)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
-#else
-  for (int lane = 0; lane < kLanes; ++lane) {
-    Float16 half;
-    from_float(x[lane], &half);
-    x[lane] = to_float(half);
-  }
-  return x;
-#endif
+  return round_mantissa<13>(x);
 }
 
 }  // namespace jaxflash::cpu::JAXFLASH_CPU_TARGET

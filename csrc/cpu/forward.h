@@ -13,7 +13,9 @@
 //
 // and at the end out = O / l, lse = scale m + log l. With the queries in the lanes the
 // softmax never reduces across a vector, K and V are read word by word in their own
-// layout, and only Q and O are transposed, once per task.
+// layout, and only Q and O are transposed, once per task. Where scores are more than
+// scaled products, S^T becomes the scores themselves and the scale of these lines is 1.
+// A sink is one more key that was seen first and has no value.
 //
 // A task is a block of a few panels of one key/value head: it packs each block of K and
 // V once for all its panels. Tasks share nothing, and the numbers of a row do not
@@ -27,39 +29,17 @@
 #include <cstdint>
 
 #include "api/validate.h"
+#include "cpu/blocks.h"
+#include "cpu/dropout.h"
+#include "cpu/forward_output.h"
 #include "cpu/gemm.h"
 #include "cpu/pack.h"
 #include "cpu/problem.h"
+#include "cpu/scores.h"
 #include "cpu/simd.h"
+#include "cpu/terms.h"
 
 namespace jaxflash::cpu::JAXFLASH_CPU_TARGET {
-
-// Queries, or keys in the backward pass, that lie side by side in vectors.
-constexpr int kPanelVectors = 3;
-constexpr int kPanel = kPanelVectors * kLanes;
-
-// Floats of scratch on the stack of a task: threads may have as little as 512 KB.
-constexpr int kScratchFloats = 60 * 1024;
-
-inline int vectors_for(int lanes) { return (lanes + kLanes - 1) / kLanes; }
-
-// Sizes of a task's blocks.
-struct ForwardBlocks {
-  int keys;    // per block of K and V
-  int panels;  // of queries, at most
-
-  ForwardBlocks(int head_dim, int64_t heads, int64_t rows, int threads) {
-    keys = head_dim <= 64 ? 128 : head_dim <= 128 ? 64 : 32;
-    const int fixed = keys * (kPanel + 2 * head_dim + 32);
-    const int per_panel = 2 * (head_dim + 2) * kPanel;
-    panels = std::min(192 / kPanel, (kScratchFloats - fixed) / per_panel);
-    // Enough tasks for every thread, and short ones at the end of the causal triangle.
-    const int64_t wanted =
-        std::max<int64_t>(int64_t{4} * threads / std::max<int64_t>(heads, 1), 1);
-    const int64_t even = rows / (wanted * kPanel);
-    panels = static_cast<int>(std::clamp<int64_t>(even, 1, panels));
-  }
-};
 
 template <class M>
 class ForwardTask {
@@ -70,28 +50,34 @@ class ForwardTask {
   ForwardTask(const jaxflash_attention_params& p, int64_t batch, int64_t kv_head,
               const ForwardBlocks& blocks, float* scratch)
       : head_dim_(static_cast<int>(p.head_dim)),
+        value_dim_(static_cast<int>(p.value_head_dim)),
         depth_(words<M>(head_dim_)),
         blocks_(blocks),
         group_(group_size(p)),
         visible_(p, batch),
+        scores_(p, batch),
+        terms_(p, batch, kv_head, visible_),
+        kept_(p, batch, kv_head),
+        sinks_(head_values<const float>(p, p.sinks, batch, kv_head)),
         q_(rows_of<const Element>(p, p.q, batch, kv_head, group_)),
         k_(rows_of<const Element>(p, p.k, batch, kv_head, 1)),
         v_(rows_of<const Element>(p, p.v, batch, kv_head, 1)),
-        out_(rows_of<Element>(p, p.out, batch, kv_head, group_)),
-        out_low_(rows_of<int8_t>(p, p.out_low, batch, kv_head, group_)),
-        wants_low_(p.out_low.data != nullptr),
-        lse_(row_values<float>(p, p.lse, batch, kv_head)) {
+        out_(p, batch, kv_head),
+        makes_scores_(scores_.capped || terms_.any() || sinks_.data != nullptr) {
     // exp(scale (S - m)) needs a positive factor: the sign goes into Q, and so does 0.
-    scale_ = scale_of(p, batch);
-    q_factor_ = std::fabs(scale_) < FLT_MIN ? 0.0f : std::copysign(1.0f, scale_);
-    factor_ = q_factor_ == 0.0f ? 1.0f : std::fabs(scale_);
+    const float scale = scores_.scale;
+    if (!makes_scores_) {
+      q_factor_ = std::fabs(scale) < FLT_MIN ? 0.0f : std::copysign(1.0f, scale);
+      factor_ = q_factor_ == 0.0f ? 1.0f : std::fabs(scale);
+    }
 
     Arena arena(scratch, kScratchFloats);
     k_block_ = arena.take(static_cast<int64_t>(blocks.keys) * depth_);
-    v_block_ = arena.take(static_cast<int64_t>(blocks.keys) * head_dim_);
+    v_block_ = arena.take(static_cast<int64_t>(blocks.keys) * value_dim_);
     s_ = arena.take(static_cast<int64_t>(blocks.keys) * kPanel);
+    tile_ = arena.take(static_cast<int64_t>(blocks.keys) * kPanel);
     q_panels_ = arena.take(static_cast<int64_t>(blocks.panels) * depth_ * kPanel);
-    o_panels_ = arena.take(static_cast<int64_t>(blocks.panels) * head_dim_ * kPanel);
+    o_panels_ = arena.take(static_cast<int64_t>(blocks.panels) * value_dim_ * kPanel);
     max_ = arena.take(static_cast<int64_t>(blocks.panels) * kPanel);
     sum_ = arena.take(static_cast<int64_t>(blocks.panels) * kPanel);
     rounded_sum_ = arena.take(static_cast<int64_t>(blocks.panels) * kPanel);
@@ -101,7 +87,7 @@ class ForwardTask {
   void run(int64_t first, int64_t last) {
     const int64_t end = std::clamp(visible_.q_rows * group_, first, last);
     if (end > first) attend(first, end);
-    for (int64_t r = end; r < last; ++r) store_empty(r);
+    for (int64_t r = end; r < last; ++r) out_.store_zero(r, -kInfinity);
   }
 
  private:
@@ -114,8 +100,7 @@ class ForwardTask {
     const int64_t keys = key_limit(end - 1);
     for (int64_t j = begin; j < keys; j += blocks_.keys) {
       const int count = static_cast<int>(std::min<int64_t>(blocks_.keys, keys - j));
-      pack_rows<M>(k_, j, count, head_dim_, k_block_, depth_);
-      pack_along_rows<M>(v_, j, count, head_dim_, v_block_, head_dim_);
+      is_packed_ = false;
       for (int p = 0; p < panels; ++p) {
         const int64_t row = first + p * kPanel;
         const int rows = static_cast<int>(std::min<int64_t>(kPanel, end - row));
@@ -127,48 +112,45 @@ class ForwardTask {
 
   int64_t key_begin(int64_t row) const { return visible_.key_begin(row / group_); }
   int64_t key_limit(int64_t row) const { return visible_.key_limit(row / group_); }
+  float sink(int64_t row) const {
+    return sinks_.data == nullptr ? -kInfinity : *sinks_.row(row);
+  }
 
   void start_panel(int p, int64_t row, int64_t end) {
     const int rows = static_cast<int>(std::min<int64_t>(kPanel, end - row));
     float* q = q_panels_ + static_cast<int64_t>(p) * depth_ * kPanel;
     pack_transposed<M>(q_, row, rows, head_dim_, kPanel, q, kPanel);
     if (q_factor_ != 1.0f) multiply_words<M>(q, depth_ * kPanel, q_factor_);
-    std::fill_n(o_panels_ + static_cast<int64_t>(p) * head_dim_ * kPanel,
-                head_dim_ * kPanel, 0.0f);
-    std::fill_n(max_ + p * kPanel, kPanel, -kInfinity);
-    std::fill_n(sum_ + p * kPanel, kPanel, 0.0f);
-    std::fill_n(rounded_sum_ + p * kPanel, kPanel, 0.0f);
+    std::fill_n(o_panels_ + static_cast<int64_t>(p) * value_dim_ * kPanel,
+                value_dim_ * kPanel, 0.0f);
+    for (int i = 0; i < kPanel; ++i) {
+      const float first = i < rows ? sink(row + i) : -kInfinity;
+      max_[p * kPanel + i] = first;
+      sum_[p * kPanel + i] = rounded_sum_[p * kPanel + i] =
+          first == -kInfinity ? 0.0f : 1.0f;
+    }
   }
 
   // One block of keys [j, j + count) for one panel of queries.
   void add_block(int p, int64_t row, int rows, int64_t j, int count) {
     const int64_t last = row + rows - 1;
-    const int64_t seen = key_limit(last) - j;
-    if (seen <= 0 || key_begin(row) >= j + count) return;
-    const int keys = static_cast<int>(std::min<int64_t>(seen, count));
-    const bool partly_hidden = key_limit(row) - j < keys || key_begin(last) > j;
+    const int64_t within = key_limit(last) - j;
+    if (within <= 0 || key_begin(row) >= j + count) return;
+    const int keys = static_cast<int>(std::min<int64_t>(within, count));
     const int vectors = vectors_for(rows);
+    bool partly_hidden = key_limit(row) - j < keys || key_begin(last) > j;
+    if (terms_.any()) {
+      const Seen seen = fill_terms(row, rows, j, keys);
+      if (seen == Seen::kNone) return;
+      partly_hidden = seen == Seen::kSome;
+    }
+    if (!is_packed_) pack_block(j, count);
 
     const float* q = q_panels_ + static_cast<int64_t>(p) * depth_ * kPanel;
     gemm_scores<Dot>(keys, vectors, depth_,
                      {k_block_, depth_, q, kPanel, s_, kPanel, nullptr});
-
-    // Lane i sees the keys [begin[i], limit[i]) of the block.
-    alignas(64) int32_t begin[kPanel], limit[kPanel];
-    if (partly_hidden) {
-      for (int i = 0; i < kPanel; ++i) {
-        const int64_t lane_row = row + std::min(i, rows - 1);
-        const auto within = [j, keys](int64_t key) {
-          return static_cast<int32_t>(std::clamp<int64_t>(key - j, 0, keys));
-        };
-        begin[i] = within(key_begin(lane_row));
-        limit[i] = within(key_limit(lane_row));
-      }
-      hide(keys, vectors, begin, limit);
-    } else {
-      std::fill_n(begin, kPanel, 0);
-      std::fill_n(limit, kPanel, keys);
-    }
+    if (makes_scores_) make_scores(keys, vectors);
+    if (partly_hidden && !terms_.any()) hide(row, rows, j, keys, vectors);
 
     alignas(64) float alpha[kPanel];
     for (int v = 0; v < vectors; ++v) {
@@ -176,36 +158,121 @@ class ForwardTask {
       softmax(keys, s_ + v * kLanes, max_ + lanes, sum_ + lanes, rounded_sum_ + lanes,
               alpha + v * kLanes);
     }
+    if (kept_.any()) drop(row, rows, j, keys, vectors);
 
     const Operands pv = {v_block_,
-                         head_dim_,
+                         value_dim_,
                          s_,
                          kPanel,
-                         o_panels_ + static_cast<int64_t>(p) * head_dim_ * kPanel,
+                         o_panels_ + static_cast<int64_t>(p) * value_dim_ * kPanel,
                          kPanel,
                          alpha};
     const int depth = words<M>(keys);
     const bool hidden_in_words = partly_hidden || keys % M::kElements != 0;
     if (hidden_in_words &&
-        any_non_finite<M>(v_block_, words<M>(count), head_dim_, head_dim_)) {
+        any_non_finite<M>(v_block_, words<M>(count), value_dim_, value_dim_)) {
+      fill_terms(row, rows, j, keys);
       masked_gemm<Dot, Contiguous::kM, Update::kScaleAdd>(
-          head_dim_, vectors, depth, pv, [&begin, &limit](int, int k, int v) {
-            return bits_between<M>(load_ints(begin + v * kLanes),
-                                   load_ints(limit + v * kLanes), k);
+          value_dim_, vectors, depth, pv, [this, keys](int, int k, int v) {
+            return bits_of_word<M>(k, keys, [this, v](int key) {
+              return load(tile_ + key * kPanel + v * kLanes) != -kInfinity;
+            });
           });
     } else {
-      gemm<Dot, Contiguous::kM, Update::kScaleAdd>(head_dim_, vectors, depth, pv);
+      gemm<Dot, Contiguous::kM, Update::kScaleAdd>(value_dim_, vectors, depth, pv);
     }
   }
 
-  void hide(int keys, int vectors, const int32_t* begin, const int32_t* limit) {
+  void pack_block(int64_t j, int count) {
+    pack_rows<M>(k_, j, count, head_dim_, k_block_, depth_);
+    pack_along_rows<M>(v_, j, count, value_dim_, v_block_, value_dim_);
+    is_packed_ = true;
+  }
+
+  Seen fill_terms(int64_t row, int rows, int64_t j, int keys) {
+    // Row by row, as the tensors lie, and from there into the lanes.
+    constexpr int kStrip = kLanes < 8 ? kLanes : 8;
+    float strip[kStrip][ForwardBlocks::kMaxKeys];
+    bool any = false, all = true;
+    for (int i = 0; i < rows; i += kStrip) {
+      const int count = std::min(rows - i, kStrip);
+      const Seen seen =
+          terms_.fill(row + i, count, j, keys, keys, strip[0], ForwardBlocks::kMaxKeys);
+      any |= seen != Seen::kNone;
+      all &= seen == Seen::kAll;
+      for (int s = 0; s < kStrip; ++s) {
+        if (s >= count || seen == Seen::kNone) std::fill_n(strip[s], keys, -kInfinity);
+      }
+      transpose(strip, keys, tile_ + i);
+    }
+    if (!any) return Seen::kNone;
+    return all ? Seen::kAll : Seen::kSome;
+  }
+
+  template <int kStrip>
+  static void transpose(const float (&strip)[kStrip][ForwardBlocks::kMaxKeys], int keys,
+                        float* to) {
+    for (int j = 0; j < keys; ++j) {
+      for (int s = 0; s < kStrip; ++s) to[j * kPanel + s] = strip[s][j];
+    }
+  }
+
+  // S^T becomes the scores, -inf where a term hides them whatever they are.
+  void make_scores(int keys, int vectors) {
+    const bool has_terms = terms_.any();
+    for (int j = 0; j < keys; ++j) {
+      for (int v = 0; v < vectors; ++v) {
+        const int at = j * kPanel + v * kLanes;
+        Floats s = scores_.value(load(s_ + at));
+        if (has_terms) {
+          const Floats term = load(tile_ + at);
+          s = select(term == -kInfinity, term, s + term);
+        }
+        store(s_ + at, s);
+      }
+    }
+  }
+
+  // Hides what lies outside of each row's range of keys.
+  void hide(int64_t row, int rows, int64_t j, int keys, int vectors) {
+    // Lane i sees the keys [begin[i], limit[i]) of the block.
+    alignas(64) int32_t begin[kPanel], limit[kPanel];
+    for (int i = 0; i < kPanel; ++i) {
+      const int64_t lane_row = row + std::min(i, rows - 1);
+      const auto within = [j, keys](int64_t key) {
+        return static_cast<int32_t>(std::clamp<int64_t>(key - j, 0, keys));
+      };
+      begin[i] = within(key_begin(lane_row));
+      limit[i] = within(key_limit(lane_row));
+    }
     for (int v = 0; v < vectors; ++v) {
       const Ints begins = load_ints(begin + v * kLanes);
       const Ints limits = load_ints(limit + v * kLanes);
-      for (int j = 0; j < keys; ++j) {
-        float* s = s_ + j * kPanel + v * kLanes;
-        const Ints visible = (begins <= j) & (j < limits);
+      for (int k = 0; k < keys; ++k) {
+        float* s = s_ + k * kPanel + v * kLanes;
+        const Ints visible = (begins <= k) & (k < limits);
         store(s, select(visible, load(s), broadcast(-kInfinity)));
+      }
+    }
+  }
+
+  // Zeroes the words of P^T that dropout does not keep.
+  void drop(int64_t row, int rows, int64_t j, int keys, int vectors) {
+    constexpr int kStrip = kLanes < 8 ? kLanes : 8;
+    float strip[kStrip][ForwardBlocks::kMaxKeys] = {};
+    for (int i = 0; i < rows; i += kStrip) {
+      for (int s = 0; s < std::min(rows - i, kStrip); ++s) {
+        kept_.fill_row(row + i + s, j, keys, strip[s]);
+      }
+      transpose(strip, keys, tile_ + i);
+    }
+    for (int k = 0; k < words<M>(keys); ++k) {
+      for (int v = 0; v < vectors; ++v) {
+        const Ints bits = bits_of_word<M>(k, keys, [this, v](int key) {
+          return (Ints)load(tile_ + key * kPanel + v * kLanes);
+        });
+        float* word = s_ + k * kPanel + v * kLanes;
+        store(word, bit_and(load(word), bits));
       }
     }
   }
@@ -260,64 +327,46 @@ class ForwardTask {
 
   void store_panel(int p, int64_t row, int64_t end) {
     const int rows = static_cast<int>(std::min<int64_t>(kPanel, end - row));
-    const float* o = o_panels_ + static_cast<int64_t>(p) * head_dim_ * kPanel;
+    const float* o = o_panels_ + static_cast<int64_t>(p) * value_dim_ * kPanel;
     for (int i = 0; i < rows; ++i) {
       const float l = sum_[p * kPanel + i];
       // With a scale of NaN, hidden keys count.
-      if (l == 0.0f || key_begin(row + i) >= key_limit(row + i)) {
-        store_empty(row + i);
+      const bool blind = l == 0.0f || key_begin(row + i) >= key_limit(row + i);
+      if (blind || sink(row + i) == kInfinity) {
+        out_.store_zero(row + i, sink(row + i));
         continue;
       }
       float column[kMaxHeadDim];
-      for (int h = 0; h < head_dim_; ++h) column[h] = o[h * kPanel + i];
+      for (int h = 0; h < value_dim_; ++h) column[h] = o[h * kPanel + i];
       // Divided by the sum of the very weights it is made of, out is an exact mean of
       // rows of V; the sum that is not rounded is what lse is about.
-      const float inverse = 1.0f / rounded_sum_[p * kPanel + i];
-      store_row(column, inverse, head_dim_, out_.row(row + i), out_.column_stride);
-      store_low_bits(column, inverse, row + i);
+      const float inverse = kept_.factor() / rounded_sum_[p * kPanel + i];
       const float m = max_[p * kPanel + i] * factor_;
-      *lse_.row(row + i) = static_cast<float>(m + std::log(double{l}));
+      out_.store(row + i, column, inverse, static_cast<float>(m + std::log(double{l})));
     }
   }
 
-  // `factor * column` is what was rounded to the row of out.
-  void store_low_bits(const float* column, float factor, int64_t row) const {
-    if (!wants_low_) return;
-    const Element* out = out_.row(row);
-    int8_t* low = out_low_.row(row);
-    for (int h = 0; h < head_dim_; ++h) {
-      low[h * out_low_.column_stride] =
-          low_bits(factor * column[h], out[h * out_.column_stride]);
-    }
-  }
-
-  void store_empty(int64_t row) {
-    Element* out = out_.row(row);
-    for (int h = 0; h < head_dim_; ++h) from_float(0.0f, &out[h * out_.column_stride]);
-    if (wants_low_) {
-      int8_t* low = out_low_.row(row);
-      for (int h = 0; h < head_dim_; ++h) low[h * out_low_.column_stride] = 0;
-    }
-    *lse_.row(row) = -kInfinity;
-  }
-
-  const int head_dim_;
+  const int head_dim_, value_dim_;
   const int depth_;  // words of a row of Q and K
   const ForwardBlocks blocks_;
   const int64_t group_;
   const Visibility visible_;
+  const Scores scores_;
+  const ScoreTerms terms_;
+  const KeptWeights kept_;
+  const Rows<const float> sinks_;
   const Rows<const Element> q_, k_, v_;
-  const Rows<Element> out_;
-  const Rows<int8_t> out_low_;
-  const bool wants_low_;
-  const Rows<float> lse_;
-  float scale_, q_factor_, factor_;
+  const ForwardOutput<Element> out_;
+  const bool makes_scores_;  // not only scaled products
+  float q_factor_ = 1.0f, factor_ = 1.0f;
+  bool is_packed_ = false;  // the block of keys
 
   float* k_block_;      // [keys, depth]
-  float* v_block_;      // [words of keys, head_dim]
+  float* v_block_;      // [words of keys, value_dim]
   float* s_;            // [keys, kPanel]: S^T, then P^T
+  float* tile_;         // [keys, kPanel]: terms, then what dropout keeps
   float* q_panels_;     // [panels, depth, kPanel]
-  float* o_panels_;     // [panels, head_dim, kPanel]
+  float* o_panels_;     // [panels, value_dim, kPanel]
   float* max_;          // [panels, kPanel]
   float* sum_;          // [panels, kPanel]
   float* rounded_sum_;  // [panels, kPanel]
@@ -328,7 +377,7 @@ void forward(const jaxflash_attention_params& p, const jaxflash_executor* execut
   const int64_t rows = p.q_len * group_size(p);
   const int64_t heads = batch_size(p) * p.num_kv_heads;
   const int threads = executor == nullptr ? 1 : std::max(executor->num_threads, 1);
-  const ForwardBlocks blocks(static_cast<int>(p.head_dim), heads, rows, threads);
+  const ForwardBlocks blocks(p, heads, rows, threads);
   const int64_t block_rows = static_cast<int64_t>(blocks.panels) * kPanel;
   const int64_t row_blocks = (rows + block_rows - 1) / block_rows;
 

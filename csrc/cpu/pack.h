@@ -156,20 +156,16 @@ bool any_non_finite(const float* x, int rows, int columns, int ld) {
   return found != 0;
 }
 
-// The bits of word w that belong to elements before `limit`.
-template <class M>
-inline Ints bits_before(Ints limit, int w) {
+// The bits of word w whose elements are selected, of `count` elements in all;
+// selected(element) gives a mask per lane.
+template <class M, class Selected>
+inline Ints bits_of_word(int w, int count, Selected selected) {
   if constexpr (M::kPairs) {
-    return ((2 * w < limit) & 0xffff) | ((2 * w + 1 < limit) & ~0xffff);
+    const Ints high = 2 * w + 1 < count ? selected(2 * w + 1) : Ints{};
+    return (selected(2 * w) & 0xffff) | (high & ~0xffff);
   } else {
-    return w < limit;
+    return selected(w);
   }
-}
-
-// The bits of word w that belong to the elements [begin, limit).
-template <class M>
-inline Ints bits_between(Ints begin, Ints limit, int w) {
-  return bits_before<M>(limit, w) & ~bits_before<M>(begin, w);
 }
 
 // Carves float arrays out of one buffer, each aligned to a cache line.

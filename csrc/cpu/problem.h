@@ -19,7 +19,7 @@ template <class T>
 T* batch_pointer(const jaxflash_attention_params& p, const jaxflash_tensor& tensor,
                  int64_t batch) {
   int64_t offset = 0;
-  for (int axis = p.batch_rank - 1; axis >= 0; --axis) {
+  for (int axis = p.batch_rank - 1; axis >= 0 && batch > 0; --axis) {
     offset += batch % p.batch_shape[axis] * tensor.batch_strides[axis];
     batch /= p.batch_shape[axis];
   }
@@ -36,15 +36,38 @@ Rows<Element> rows_of(const jaxflash_attention_params& p, const jaxflash_tensor&
           tensor.strides[1], tensor.strides[2], group};
 }
 
-// The same for a [heads, length] tensor of one value per row.
+inline int64_t group_size(const jaxflash_attention_params& p) {
+  return p.num_kv_heads == 0 ? 1 : p.num_heads / p.num_kv_heads;
+}
+
+// The same for a [heads, length] tensor of one value per row, and for a
+// [heads, length, columns] tensor. Absent tensors have no data.
 template <class Value>
 Rows<Value> row_values(const jaxflash_attention_params& p,
                        const jaxflash_tensor& tensor, int64_t batch, int64_t kv_head) {
-  const int64_t group = p.num_heads / p.num_kv_heads;
+  const int64_t group = group_size(p);
   if (tensor.data == nullptr) return {nullptr, 0, 0, 0, group};
   Value* data = batch_pointer<Value>(p, tensor, batch);
   return {data + kv_head * group * tensor.strides[0], tensor.strides[1],
-          tensor.strides[0], 0, group};
+          tensor.strides[0], tensor.strides[2], group};
+}
+
+// The same for a [heads] tensor.
+template <class Value>
+Rows<Value> head_values(const jaxflash_attention_params& p,
+                        const jaxflash_tensor& tensor, int64_t batch, int64_t kv_head) {
+  const int64_t group = group_size(p);
+  if (tensor.data == nullptr) return {nullptr, 0, 0, 0, group};
+  Value* data = batch_pointer<Value>(p, tensor, batch);
+  return {data + kv_head * group * tensor.strides[0], 0, tensor.strides[0], 0, group};
+}
+
+// The values of a [length] tensor.
+template <class Value>
+Rows<Value> position_values(const jaxflash_attention_params& p,
+                            const jaxflash_tensor& tensor, int64_t batch) {
+  if (tensor.data == nullptr) return {nullptr, 0, 0, 0, 1};
+  return {batch_pointer<Value>(p, tensor, batch), tensor.strides[0], 0, 0, 1};
 }
 
 // A scalar input, or its default where it is absent.
@@ -57,10 +80,6 @@ T scalar_or(const jaxflash_attention_params& p, const jaxflash_tensor& tensor,
 inline float scale_of(const jaxflash_attention_params& p, int64_t batch) {
   const double absent = 1.0 / std::sqrt(static_cast<double>(p.head_dim));
   return scalar_or<float>(p, p.scale, batch, static_cast<float>(absent));
-}
-
-inline int64_t group_size(const jaxflash_attention_params& p) {
-  return p.num_heads / p.num_kv_heads;
 }
 
 // Calls body(i) for every i in [0, count), on the threads of the executor if any.

@@ -1,0 +1,425 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The products of one chunk of keys with one chunk of rows, block by block.
+#ifndef JAXFLASH_CSRC_CPU_BACKWARD_TASK_H_
+#define JAXFLASH_CSRC_CPU_BACKWARD_TASK_H_
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "cpu/backward_state.h"
+#include "cpu/dbias_tile.h"
+#include "cpu/gemm.h"
+#include "cpu/pack.h"
+#include "cpu/problem.h"
+#include "cpu/simd.h"
+#include "cpu/softmax_gradient.h"
+
+namespace jaxflash::cpu::JAXFLASH_CPU_TARGET {
+
+template <class M>
+class BackwardTask {
+ public:
+  using Element = typename M::Element;
+  using Dot = typename M::Dot;
+
+  // dbias: where dS goes, or NULL.
+  BackwardTask(const BackwardHead<M>& head, const BackwardBlocks& blocks,
+               float* scratch, const DbiasTile* dbias = nullptr)
+      : head_(head),
+        blocks_(blocks),
+        dbias_(dbias),
+        is_plain_(head.sums_to_d_lse && !head.terms.any() && !head.kept.any() &&
+                  !head.wants_distances && dbias == nullptr),
+        head_dim_(head.head_dim),
+        value_dim_(head.value_dim),
+        padded_dim_(head.padded_dim),
+        depth_(words<M>(head.head_dim)),
+        value_depth_(words<M>(head.value_dim)) {
+    Arena arena(scratch, kScratchFloats);
+    const int64_t keys = blocks.keys;
+    const int64_t rows = blocks.rows;
+    k_transposed_ = arena.take(keys * depth_);
+    v_transposed_ = arena.take(keys * value_depth_);
+    k_ = arena.take(words<M>(keys) * padded_dim_);
+    q_ = arena.take(rows * depth_);
+    d_out_ = arena.take(rows * value_depth_);
+    q_pairs_ = M::kPairs ? arena.take(words<M>(rows) * head_dim_) : q_;
+    d_out_pairs_ = M::kPairs ? arena.take(words<M>(rows) * value_dim_) : d_out_;
+    p_ = arena.take(rows * kPanel);
+    dp_ = arena.take(rows * kPanel);
+    terms_ = arena.take(rows * keys);
+    kept_ = arena.take(rows * kPanel);
+    ds_rows_ = arena.take(rows * words<M>(keys));
+    ds_sums_ = arena.take(rows * kLanes);
+    std::fill_n(k_, words<M>(keys) * padded_dim_, 0.0f);
+  }
+
+  void run(int64_t first_key, int64_t last_key, int64_t first_row, int64_t last_row) {
+    for_each_block(first_key, last_key, first_row, last_row,
+                   [this](int64_t row, int rows) { add_rows(row, rows); });
+  }
+
+  // A score as large as a bias may be leaves no bits of the logarithm of a sum in lse:
+  // for rows with a large lse, it is summed again and kept beside lse.
+  void refine_lse(int64_t first_row, int64_t last_row) {
+    constexpr float kLarge = 256.0f;
+    const auto is_large = [this](int64_t row) {
+      const float size = std::fabs(head_.lse[row]);
+      return kLarge < size && size < kInfinity;
+    };
+    if (!head_.terms.adds()) return;
+    last_row = std::min(last_row, row_limit());
+    for (int64_t row = first_row; row < last_row; row += blocks_.rows) {
+      const int64_t end = std::min(row + blocks_.rows, last_row);
+      float totals[BackwardBlocks::kMaxRows] = {};
+      bool any = false;
+      for (int64_t r = row; r < end; ++r) any |= is_large(r);
+      if (!any) continue;
+      for_each_block(0, head_.visible.kv_rows, row, end, [&](int64_t first, int rows) {
+        add_weights(first, rows, totals + (first - row));
+      });
+      for (int64_t r = row; r < end; ++r) {
+        const float total = totals[r - row];
+        if (is_large(r) && total > 0.0f) head_.lse_low[r] = std::log(total);
+      }
+    }
+  }
+
+ private:
+  int64_t row_limit() const { return head_.visible.q_rows * head_.group; }
+
+  // Calls add(row, rows) for the blocks of rows and keys of which some may be seen.
+  template <class Add>
+  void for_each_block(int64_t first_key, int64_t last_key, int64_t first_row,
+                      int64_t last_row, Add add) {
+    last_key = std::min(last_key, head_.visible.kv_rows);
+    last_row = std::min(last_row, row_limit());
+    for (int64_t j = first_key; j < last_key; j += blocks_.keys) {
+      const int keys = static_cast<int>(std::min<int64_t>(blocks_.keys, last_key - j));
+      // Rows before the first one that sees key j see no key of this block, nor do
+      // those behind the last one that sees its last key.
+      const int64_t skipped = head_.visible.first_row(j) * head_.group - first_row;
+      int64_t row =
+          first_row + std::max<int64_t>(skipped, 0) / blocks_.rows * blocks_.rows;
+      const int64_t end =
+          std::min(last_row, head_.visible.row_limit(j + keys - 1) * head_.group);
+      first_key_ = j;
+      keys_ = keys;
+      is_packed_ = false;
+      for (; row < end; row += blocks_.rows) {
+        add(row, static_cast<int>(std::min<int64_t>(blocks_.rows, last_row - row)));
+      }
+    }
+  }
+
+  void pack_keys() {
+    for (int lane = 0; lane < keys_; lane += kPanel) {
+      const int width = std::min(keys_ - lane, kPanel);
+      pack_transposed<M>(head_.k, first_key_ + lane, width, head_dim_, kPanel,
+                         k_transposed_ + lane * depth_, kPanel);
+      pack_transposed<M>(head_.v, first_key_ + lane, width, value_dim_, kPanel,
+                         v_transposed_ + lane * value_depth_, kPanel);
+    }
+    pack_along_rows<M>(head_.k, first_key_, keys_, head_dim_, k_, padded_dim_);
+    is_packed_ = true;
+  }
+
+  void pack_block(int64_t row, int rows) {
+    if (!is_packed_) pack_keys();
+    pack_rows<M>(head_.q, row, rows, head_dim_, q_, depth_);
+    pack_rows<M>(head_.d_out, row, rows, value_dim_, d_out_, value_depth_);
+    if constexpr (M::kPairs) {
+      pack_along_rows<M>(head_.q, row, rows, head_dim_, q_pairs_, head_dim_);
+      pack_along_rows<M>(head_.d_out, row, rows, value_dim_, d_out_pairs_, value_dim_);
+    }
+  }
+
+  // What the rows see of the block: the range of each row, its panels, and its terms.
+  // Returns whether that is anything.
+  bool look(int64_t row, int rows) {
+    const auto within = [this](int64_t key) {
+      return static_cast<int32_t>(std::clamp<int64_t>(key - first_key_, 0, keys_));
+    };
+    for (int i = 0; i < rows; ++i) {
+      begin_[i] = within(head_.key_begin(row + i));
+      limit_[i] = within(head_.key_limit(row + i));
+    }
+    first_lane_ = begin_[0] / kPanel * kPanel;
+    lane_limit_ = limit_[rows - 1];
+    if (lane_limit_ <= begin_[0]) return false;
+    bool any = false;
+    for (int lane = first_lane_; lane < lane_limit_; lane += kPanel) {
+      Seen& seen = seen_[lane / kPanel];
+      const int end = lane + vectors_for(std::min(lane_limit_ - lane, kPanel)) * kLanes;
+      seen = limit_[0] < end || begin_[rows - 1] > lane ? Seen::kSome : Seen::kAll;
+      if (head_.terms.any()) seen = fill_terms(row, rows, lane);
+      any |= seen != Seen::kNone;
+    }
+    return any;
+  }
+
+  Seen fill_terms(int64_t row, int rows, int lane) {
+    const int keys = std::min(keys_ - lane, kPanel);
+    float* terms = terms_ + lane;
+    const Seen seen = head_.terms.fill(row, rows, first_key_ + lane, keys, kPanel,
+                                       terms, blocks_.keys);
+    for (int i = 0; i < rows; ++i) {
+      float* own = terms + i * blocks_.keys;
+      if (seen == Seen::kNone) {
+        std::fill_n(own, kPanel, -kInfinity);
+      } else if (head_.sample[row + i] < 0) {
+        const bool sees = std::any_of(own, own + kPanel,
+                                      [](float term) { return term != -kInfinity; });
+        if (sees) head_.sample[row + i] = static_cast<int32_t>(first_key_ + lane);
+      }
+    }
+    return seen;
+  }
+
+  // Rows [row, row + rows) with the block of keys.
+  void add_rows(int64_t row, int rows) {
+    if (!look(row, rows)) return;
+    pack_block(row, rows);
+    std::fill_n(ds_sums_, rows * kLanes, 0.0f);
+    bool hidden = lane_limit_ % M::kElements != 0;
+    for (int lane = first_lane_; lane < lane_limit_; lane += kPanel) {
+      const Seen seen = seen_[lane / kPanel];
+      hidden |= seen != Seen::kAll;
+      if (seen == Seen::kNone) {
+        clear_panel(rows, lane);
+      } else {
+        add_panel(row, rows, lane, seen == Seen::kSome);
+      }
+    }
+    if (!head_.wants_dq) return;
+    for (int i = 0; i < rows; ++i) {
+      head_.ds_sum[row + i] += sum(load(ds_sums_ + i * kLanes));
+    }
+    const int skipped = words<M>(first_lane_);
+    const Operands dq = {ds_rows_ + skipped,
+                         words<M>(blocks_.keys),
+                         k_ + static_cast<int64_t>(skipped) * padded_dim_,
+                         padded_dim_,
+                         head_.dq_row(row),
+                         padded_dim_,
+                         nullptr};
+    const int vectors = padded_dim_ / kLanes;
+    const int depth = words<M>(lane_limit_) - skipped;
+    if (hidden && any_non_finite<M>(k_, words<M>(keys_), padded_dim_, padded_dim_)) {
+      complete_terms(row, rows);
+      masked_gemm<Dot, Contiguous::kK, Update::kAdd>(
+          rows, vectors, depth, dq, [this](int m, int k, int) {
+            return bits_of_word<M>(k, lane_limit_ - first_lane_, [this, m](int key) {
+              const float term = terms_[m * blocks_.keys + first_lane_ + key];
+              return broadcast(term != -kInfinity ? -1 : 0);
+            });
+          });
+    } else {
+      gemm<Dot, Contiguous::kK, Update::kAdd>(rows, vectors, depth, dq);
+    }
+  }
+
+  // The terms tell what is hidden also in calls that have none.
+  void complete_terms(int64_t row, int rows) {
+    if (head_.terms.any()) return;
+    for (int lane = first_lane_; lane < lane_limit_; lane += kPanel) {
+      fill_terms(row, rows, lane);
+    }
+  }
+
+  // dS of a panel that no row sees.
+  void clear_panel(int rows, int lane) {
+    for (int i = 0; i < rows; ++i) {
+      float* ds = ds_rows_ + i * words<M>(blocks_.keys) + words<M>(lane);
+      std::fill_n(ds, words<M>(kPanel), 0.0f);
+    }
+  }
+
+  // The panel of keys that begins at `lane` of the block.
+  void add_panel(int64_t row, int rows, int lane, bool hidden) {
+    const int vectors = vectors_for(std::min(lane_limit_ - lane, kPanel));
+    multiply_panel(rows, lane, vectors);
+    gradient_of_panel(row, rows, lane, vectors, hidden);
+
+    const int64_t key = first_key_ + lane;
+    // float32 dS lives in ds_rows_, where dQ reads it too; pairs along rows in dp_.
+    const float* ds = M::kPairs ? dp_ : ds_rows_ + lane;
+    const int ds_ld = M::kPairs ? kPanel : blocks_.keys;
+    if (head_.wants_dv) {
+      add_transposed(
+          row, rows, value_dim_, vectors, lane, hidden,
+          {d_out_pairs_, value_dim_, p_, kPanel, head_.dv_panel(key), kPanel, nullptr});
+    }
+    if (head_.wants_dk) {
+      add_transposed(
+          row, rows, head_dim_, vectors, lane, hidden,
+          {q_pairs_, head_dim_, ds, ds_ld, head_.dk_panel(key), kPanel, nullptr});
+    }
+  }
+
+  void multiply_panel(int rows, int lane, int vectors) {
+    gemm_scores<Dot>(
+        rows, vectors, depth_,
+        {q_, depth_, k_transposed_ + lane * depth_, kPanel, p_, kPanel, nullptr});
+    gemm_scores<Dot>(rows, vectors, value_depth_,
+                     {d_out_, value_depth_, v_transposed_ + lane * value_depth_, kPanel,
+                      dp_, kPanel, nullptr});
+  }
+
+  // Whether row i of the block sees these keys of it.
+  Ints sees(int i, Ints key) const { return (begin_[i] <= key) & (key < limit_[i]); }
+
+  // dV^T += dO^T P, or dK^T += Q^T dS.
+  void add_transposed(int64_t row, int rows, int columns, int vectors, int lane,
+                      bool hidden, const Operands& o) {
+    const int depth = words<M>(rows);
+    if (hidden && any_non_finite<M>(o.a, depth, columns, columns)) {
+      complete_terms(row, rows);
+      masked_gemm<Dot, Contiguous::kM, Update::kAdd>(
+          columns, vectors, depth, o, [this, rows, lane](int, int k, int v) {
+            return bits_of_word<M>(k, rows, [this, lane, v](int i) {
+              return load(terms_ + i * blocks_.keys + lane + v * kLanes) != -kInfinity;
+            });
+          });
+    } else {
+      gemm<Dot, Contiguous::kM, Update::kAdd>(columns, vectors, depth, o);
+    }
+  }
+
+  // S and dP of a panel, in p_ and dp_, become the words of P and dS.
+  void gradient_of_panel(int64_t row, int rows, int lane, int vectors, bool hidden) {
+    if (!is_plain_) {
+      full_gradient(row, rows, lane, vectors);
+    } else if (head_.wants_totals) {
+      hidden ? plain_gradient<true, true>(row, rows, lane, vectors)
+             : plain_gradient<false, true>(row, rows, lane, vectors);
+    } else {
+      hidden ? plain_gradient<true, false>(row, rows, lane, vectors)
+             : plain_gradient<false, false>(row, rows, lane, vectors);
+    }
+  }
+
+  template <bool kHidden, bool kTotals>
+  void plain_gradient(int64_t row, int rows, int lane, int vectors) {
+    const PlainGradient<M, kHidden, kTotals> gradient = {head_};
+    const auto of_vector = [&](int i, int v, RowSums* sums) {
+      const int at = i * kPanel + v * kLanes;
+      const Ints visible = kHidden ? sees(i, iota() + (lane + v * kLanes)) : Ints{};
+      return gradient(row + i, load(p_ + at), load(dp_ + at), visible, sums);
+    };
+    softmax_gradient(row, rows, lane, vectors, gradient, of_vector);
+  }
+
+  void full_gradient(int64_t row, int rows, int lane, int vectors) {
+    const FullGradient<M> gradient = {head_, dbias_};
+    const int64_t key = first_key_ + lane;
+    for (int i = 0; head_.kept.any() && i < rows; ++i) {
+      head_.kept.fill_row(row + i, key, kPanel, kept_ + i * kPanel);
+    }
+    const auto of_vector = [&](int i, int v, RowSums* sums) {
+      const int at = i * kPanel + v * kLanes;
+      Floats term = {};
+      Ints visible = sees(i, iota() + (lane + v * kLanes));
+      if (head_.terms.any()) {
+        term = load(terms_ + i * blocks_.keys + lane + v * kLanes);
+        visible = term != -kInfinity;
+      }
+      return gradient(row + i, key + v * kLanes, load(p_ + at), load(dp_ + at), term,
+                      visible, (Ints)load(kept_ + at), sums);
+    };
+    softmax_gradient(row, rows, lane, vectors, gradient, of_vector);
+  }
+
+  template <class Kind, class OfVector>
+  void softmax_gradient(int64_t row, int rows, int lane, int vectors, const Kind& kind,
+                        OfVector of_vector) {
+    for (int i = 0; i < rows; i += M::kElements) {
+      RowSums sums[M::kElements] = {};
+      for (int v = 0; v < vectors; ++v) {
+        Weights weights[M::kElements] = {};
+#pragma GCC unroll 2
+        for (int e = 0; e < M::kElements; ++e) {
+          if (i + e < rows) weights[e] = of_vector(i + e, v, &sums[e]);
+        }
+        store_words(i, lane, v, weights);
+      }
+      if constexpr (Kind::kSums) {
+        for (int e = 0; e < M::kElements && i + e < rows; ++e) {
+          kind.add(row + i + e, sums[e]);
+        }
+      }
+    }
+  }
+
+  void store_words(int i, int lane, int v, const Weights* weights) {
+    if constexpr (M::kPairs) {
+      const int at = i / 2 * kPanel + v * kLanes;
+      const Floats ds_words = Dot::pair(weights[0].ds, weights[1].ds);
+      store(p_ + at, Dot::pair(weights[0].p, weights[1].p));
+      store(dp_ + at, ds_words);
+      for (int e = 0; e < 2; ++e) {
+        float* total = ds_sums_ + (i + e) * kLanes;
+        store(total, load(total) + Dot::half(ds_words, e));
+        Dot::store_halves(
+            ds_rows_ + (i + e) * (blocks_.keys / 2) + (lane + v * kLanes) / 2,
+            weights[e].ds);
+      }
+    } else {
+      store(p_ + i * kPanel + v * kLanes, round_to<Element>(weights[0].p));
+      store(ds_rows_ + i * blocks_.keys + lane + v * kLanes, weights[0].ds);
+      store(ds_sums_ + i * kLanes, load(ds_sums_ + i * kLanes) + weights[0].ds);
+    }
+  }
+
+  // Adds sum_j exp(score - lse) over the block of keys to the total of each row.
+  void add_weights(int64_t row, int rows, float* totals) {
+    if (!look(row, rows)) return;
+    pack_block(row, rows);
+    for (int lane = first_lane_; lane < lane_limit_; lane += kPanel) {
+      const int vectors = vectors_for(std::min(lane_limit_ - lane, kPanel));
+      multiply_panel(rows, lane, vectors);
+      for (int i = 0; i < rows; ++i) {
+        Floats total = {};
+        for (int v = 0; v < vectors; ++v) {
+          const Floats term = load(terms_ + i * blocks_.keys + lane + v * kLanes);
+          const Floats score = head_.scores.value(load(p_ + i * kPanel + v * kLanes));
+          const Floats weight = exp2((score + term - head_.lse[row + i]) * kLog2E);
+          total += bit_and(weight, term != -kInfinity);
+        }
+        totals[i] += sum(total);
+      }
+    }
+  }
+
+  const BackwardHead<M>& head_;
+  const BackwardBlocks& blocks_;
+  const DbiasTile* const dbias_;
+  const bool is_plain_;  // scores are scaled products
+  const int head_dim_, value_dim_, padded_dim_;
+  const int depth_, value_depth_;  // words of a row of Q and K, of V and dO
+  int64_t first_key_ = 0;
+  int keys_ = 0;  // of the block
+  bool is_packed_ = false;
+  int first_lane_ = 0, lane_limit_ = 0;      // of the block, what some row may see,
+                                             // from a whole panel on
+  int32_t begin_[BackwardBlocks::kMaxRows];  // row i may see of them begin_[i] to
+  int32_t limit_[BackwardBlocks::kMaxRows];  // limit_[i]
+  Seen seen_[BackwardBlocks::kMaxPanels];
+
+  float *k_transposed_, *v_transposed_;  // [panels, depth, kPanel]
+  float* k_;                             // [words of keys, padded_dim]
+  float *q_, *d_out_;                    // [rows, depth]
+  float *q_pairs_, *d_out_pairs_;        // [words of rows, head_dim or value_dim]
+  float* p_;                             // [rows, kPanel]: S, then P
+  float* dp_;                            // [rows, kPanel]: dP, then pairs of dS
+  float* terms_;                         // [rows, keys]
+  float* kept_;                          // [rows, kPanel]
+  float* ds_rows_;                       // [rows, words of keys]
+  float* ds_sums_;                       // [rows, kLanes]: dS summed over the vectors
+};
+
+}  // namespace jaxflash::cpu::JAXFLASH_CPU_TARGET
+
+#endif  // JAXFLASH_CSRC_CPU_BACKWARD_TASK_H_
