@@ -234,9 +234,11 @@ def evaluate(
     shift = np.where(np.isfinite(top), top, 0.0)
     total = np.sum(np.exp(s - shift[..., None]), axis=-1) + np.exp(sink - shift)
     lse = np.log(total) + shift
-    p = np.where(seen & (lse > -np.inf)[..., None], np.exp(s - lse[..., None]), 0.0)
+    # Not exp(s - lse): beside a bias of -1e38, lse has no room for the logarithm.
+    e = np.exp(s - shift[..., None]) / total[..., None]
+    p = np.where(seen & (lse > -np.inf)[..., None], e, 0.0)
     p = np.where(seen & np.isnan(lse)[..., None], np.nan, p)
-    p_sink = np.where(np.isinf(sink), 0.0, np.exp(sink - lse))
+    p_sink = np.where(np.isinf(sink), 0.0, np.exp(sink - shift) / total)
     dropout = np.ones(1) if keep is None else np.asarray(keep) / (1.0 - dropout_rate)
     return Attention(
         q, k, v, scale, dots, cap_slope, distance, seen, p, p_sink, dropout, lse

@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
-from calls import KINDS, QKV, cotangents, make_call, run, run_gradients
-from compare import assert_equal, assert_forward, assert_gradients
+from calls import KINDS, QKV, cotangents, make_call, run, run_gradients, serving
+from checks import check, check_no_effect
+from compare import assert_equal, assert_forward
 
-from jaxflash.spec import KERNELS
-
-SERVING = [name for name, kernels in KERNELS.items() if kernels.window]
-pytestmark = pytest.mark.implementations("reference", *SERVING)
+pytestmark = pytest.mark.implementations("reference", *serving("window"))
 
 T, S = 19, 23
 OFFSETS = [np.asarray(offset, np.int32) for offset in (0, 4, -6)]
@@ -16,15 +14,6 @@ OFFSETS = [np.asarray(offset, np.int32) for offset in (0, 4, -6)]
 
 def make(T=T, S=S, dtype="float32", **arguments):
     return make_call(T, S, K=2, dtype=dtype, **arguments)
-
-
-def check(call, implementation):
-    """out, lse and the gradients of query, key, value and scale."""
-    assert_forward(call, *run(call, implementation))
-    cts = cotangents(call)
-    wrt = (*QKV, *(name for name in ("scale",) if name in call))
-    grads = run_gradients(call, implementation, *cts, wrt)
-    assert_gradients(call, grads, *cts)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -108,17 +97,7 @@ def test_garbage_outside_of_all_windows_has_no_effect(implementation, dtype, gar
     dirty = {name: call[name].copy() for name in QKV}
     for name in ("key", "value"):
         dirty[name][:, :51], dirty[name][:, 143:] = garbage, garbage
-    dirty = call | dirty
-    cts = cotangents(call)
-    results = run(dirty, implementation), run(call, implementation)
-    gradients = (
-        run_gradients(dirty, implementation, *cts, deterministic=True),
-        run_gradients(call, implementation, *cts, deterministic=True),
-    )
-    for got, want in zip(*results, strict=True):
-        assert_equal(got, want)
-    for name in QKV:
-        assert_equal(gradients[0][name], gradients[1][name], f"d{name}")
+    check_no_effect(call, dirty, implementation)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
