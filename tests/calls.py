@@ -16,6 +16,11 @@ from jaxflash.philox import keep_mask
 from jaxflash.spec import KERNELS
 
 QKV = ("query", "key", "value")
+# What a backend's table entry has that serves every argument.
+EVERYTHING = (
+    *("bias", "mask", "query_segment_ids", "sinks", "alibi_slopes", "dropout_seed"),
+    *("window", "softcap", "value_head_dim"),
+)
 KINDS = ("gaussian", "offset_mean", "outlier_channels", "rank_deficient", "one_hot")
 
 

@@ -4,12 +4,20 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from calls import QKV, cotangents, make_call, run, run_gradients
+from calls import (
+    EVERYTHING,
+    QKV,
+    cotangents,
+    make_call,
+    run,
+    run_gradients,
+    serving,
+)
 from compare import assert_equal, assert_forward, assert_gradients
 
 from jaxflash import arguments
 
-pytestmark = pytest.mark.implementations("reference")
+pytestmark = pytest.mark.implementations("reference", *serving(*EVERYTHING))
 
 B, N, T, S = 2, 4, 19, 23
 LOWEST = np.finfo(np.float32).min

@@ -1,17 +1,23 @@
 """Dropout: its statistics, and one mask for forward, tangent and backward."""
 
+import fractions
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from calls import QKV, cotangents, make_call, run, run_gradients
-from compare import assert_close, assert_equal, assert_forward, assert_gradients
+from calls import QKV, make_call, run, serving, with_keep
+from checks import check
+from compare import assert_close, assert_equal
 
 from jaxflash import dot_product_attention
-from jaxflash.philox import philox
+from jaxflash.philox import dropout_threshold, philox
+from jaxflash.spec import Spec
 
-pytestmark = pytest.mark.implementations("reference")
+SERVING = serving("dropout_seed", "value_head_dim")
+pytestmark = pytest.mark.implementations("reference", *SERVING)
 
 RATE = 0.3
 
@@ -67,14 +73,33 @@ def test_dropout_keeps_the_promised_share(implementation):
 
 
 def test_dropout_matches_the_oracle(implementation, dtype):
-    call = make(dtype=dtype, is_causal=True, query_offset=4)
-    call = call | {"keep": kept(call, implementation)}
-    arguments = {name: x for name, x in call.items() if name != "keep"}
-    out, lse = run(arguments, implementation)
-    assert_forward(call, out, lse)
-    d_out, d_lse = cotangents(call)
-    grads = run_gradients(arguments, implementation, d_out, d_lse)
-    assert_gradients(call, grads, d_out, d_lse)
+    check(make(dtype=dtype, is_causal=True, query_offset=4), implementation)
+
+
+def test_dropout_of_many_blocks(implementation, dtype):
+    call = make(150, 310, dtype=dtype, scale=np.array(0.2, np.float32))
+    call["query_seq_lengths"] = np.array([150, 99], np.int32)
+    check(call | {"local_window_size": (200, 90), "query_offset": 100}, implementation)
+
+
+# Rates whose thresholds are rounded, and the ends of what float32 can say.
+RATES = [0.1, 1 / 3, 0.5, 0.9, 2.0**-11 + 2.0**-33, 2.0**-33, 1e-30, 1 - 2.0**-24]
+
+
+@pytest.mark.parametrize("rate", [1 / 3, 2.0**-11 + 2.0**-33, 0.999999999])
+def test_the_same_weights_are_dropped_everywhere(implementation, rate):
+    call = make(130, 250) | {"dropout_rate": rate}
+    got = kept(call, implementation)
+    np.testing.assert_array_equal(got, with_keep(call)["keep"])
+
+
+@pytest.mark.parametrize("rate", [*RATES, 0.999999999])
+def test_the_threshold_is_that_of_float32(rate):
+    rate = np.float32(min(rate, 1 - 2.0**-24))
+    exact = fractions.Fraction(float(rate)) * 2**32
+    rounded = math.floor(exact + fractions.Fraction(1, 2))
+    spec = Spec(operands=("query",), dropout_rate=float(rate))
+    assert dropout_threshold(spec.dropout_rate) == min(rounded, 2**32 - 1)
 
 
 def test_lse_ignores_dropout(implementation):
@@ -98,7 +123,7 @@ def test_dropout_tangent_uses_the_same_mask(implementation):
 
     inputs = {name: call[name] for name in QKV}
     got = jax.jit(lambda x, t: jax.jvp(attention, (x,), (t,)))(inputs, tangents)[1]
-    want = oracle.tangent(call | {"keep": kept(call, implementation)}, tangents)
+    want = oracle.tangent(with_keep(call), tangents)
     for name, t, w in zip(("t_out", "t_lse"), got, want, strict=True):
         assert_close(t, w, 2e-5 * np.abs(w).max(), name)
 

@@ -4,15 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import make_call, serving
+from calls import EVERYTHING, make_call, serving
 from checks import check
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-EVERYTHING = (
-    *("bias", "mask", "query_segment_ids", "sinks", "alibi_slopes", "dropout_seed"),
-    *("window", "softcap", "value_head_dim"),
-)
 BIAS_DTYPES = ("float32", "bfloat16", "float16")
 # No shrinking: each step would compile anew, and the calls are small to begin with.
 SETTINGS = settings(
