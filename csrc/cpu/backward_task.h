@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "cpu/backward_state.h"
+#include "cpu/block_view.h"
 #include "cpu/dbias_tile.h"
 #include "cpu/gemm.h"
 #include "cpu/pack.h"
@@ -36,23 +37,23 @@ class BackwardTask {
         value_dim_(head.value_dim),
         padded_dim_(head.padded_dim),
         depth_(words<M>(head.head_dim)),
-        value_depth_(words<M>(head.value_dim)) {
-    Arena arena(scratch, kScratchFloats);
+        value_depth_(words<M>(head.value_dim)),
+        arena_(scratch, kScratchFloats),
+        view_(head, blocks.keys, arena_.take(blocks.rows * blocks.keys)) {
     const int64_t keys = blocks.keys;
     const int64_t rows = blocks.rows;
-    k_transposed_ = arena.take(keys * depth_);
-    v_transposed_ = arena.take(keys * value_depth_);
-    k_ = arena.take(words<M>(keys) * padded_dim_);
-    q_ = arena.take(rows * depth_);
-    d_out_ = arena.take(rows * value_depth_);
-    q_pairs_ = M::kPairs ? arena.take(words<M>(rows) * head_dim_) : q_;
-    d_out_pairs_ = M::kPairs ? arena.take(words<M>(rows) * value_dim_) : d_out_;
-    p_ = arena.take(rows * kPanel);
-    dp_ = arena.take(rows * kPanel);
-    terms_ = arena.take(rows * keys);
-    kept_ = arena.take(rows * kPanel);
-    ds_rows_ = arena.take(rows * words<M>(keys));
-    ds_sums_ = arena.take(rows * kLanes);
+    k_transposed_ = arena_.take(keys * depth_);
+    v_transposed_ = arena_.take(keys * value_depth_);
+    k_ = arena_.take(words<M>(keys) * padded_dim_);
+    q_ = arena_.take(rows * depth_);
+    d_out_ = arena_.take(rows * value_depth_);
+    q_pairs_ = M::kPairs ? arena_.take(words<M>(rows) * head_dim_) : q_;
+    d_out_pairs_ = M::kPairs ? arena_.take(words<M>(rows) * value_dim_) : d_out_;
+    p_ = arena_.take(rows * kPanel);
+    dp_ = arena_.take(rows * kPanel);
+    kept_ = arena_.take(rows * kPanel);
+    ds_rows_ = arena_.take(rows * words<M>(keys));
+    ds_sums_ = arena_.take(rows * kLanes);
     std::fill_n(k_, words<M>(keys) * padded_dim_, 0.0f);
   }
 
@@ -105,8 +106,7 @@ class BackwardTask {
           first_row + std::max<int64_t>(skipped, 0) / blocks_.rows * blocks_.rows;
       const int64_t end =
           std::min(last_row, head_.visible.row_limit(j + keys - 1) * head_.group);
-      first_key_ = j;
-      keys_ = keys;
+      view_.start(j, keys);
       is_packed_ = false;
       for (; row < end; row += blocks_.rows) {
         add(row, static_cast<int>(std::min<int64_t>(blocks_.rows, last_row - row)));
@@ -115,14 +115,15 @@ class BackwardTask {
   }
 
   void pack_keys() {
-    for (int lane = 0; lane < keys_; lane += kPanel) {
-      const int width = std::min(keys_ - lane, kPanel);
-      pack_transposed<M>(head_.k, first_key_ + lane, width, head_dim_, kPanel,
+    for (int lane = 0; lane < view_.keys(); lane += kPanel) {
+      const int width = std::min(view_.keys() - lane, kPanel);
+      pack_transposed<M>(head_.k, view_.first_key() + lane, width, head_dim_, kPanel,
                          k_transposed_ + lane * depth_, kPanel);
-      pack_transposed<M>(head_.v, first_key_ + lane, width, value_dim_, kPanel,
+      pack_transposed<M>(head_.v, view_.first_key() + lane, width, value_dim_, kPanel,
                          v_transposed_ + lane * value_depth_, kPanel);
     }
-    pack_along_rows<M>(head_.k, first_key_, keys_, head_dim_, k_, padded_dim_);
+    pack_along_rows<M>(head_.k, view_.first_key(), view_.keys(), head_dim_, k_,
+                       padded_dim_);
     is_packed_ = true;
   }
 
@@ -136,56 +137,14 @@ class BackwardTask {
     }
   }
 
-  // What the rows see of the block: the range of each row, its panels, and its terms.
-  // Returns whether that is anything.
-  bool look(int64_t row, int rows) {
-    const auto within = [this](int64_t key) {
-      return static_cast<int32_t>(std::clamp<int64_t>(key - first_key_, 0, keys_));
-    };
-    for (int i = 0; i < rows; ++i) {
-      begin_[i] = within(head_.key_begin(row + i));
-      limit_[i] = within(head_.key_limit(row + i));
-    }
-    first_lane_ = begin_[0] / kPanel * kPanel;
-    lane_limit_ = limit_[rows - 1];
-    if (lane_limit_ <= begin_[0]) return false;
-    bool any = false;
-    for (int lane = first_lane_; lane < lane_limit_; lane += kPanel) {
-      Seen& seen = seen_[lane / kPanel];
-      const int end = lane + vectors_for(std::min(lane_limit_ - lane, kPanel)) * kLanes;
-      seen = limit_[0] < end || begin_[rows - 1] > lane ? Seen::kSome : Seen::kAll;
-      if (head_.terms.any()) seen = fill_terms(row, rows, lane);
-      any |= seen != Seen::kNone;
-    }
-    return any;
-  }
-
-  Seen fill_terms(int64_t row, int rows, int lane) {
-    const int keys = std::min(keys_ - lane, kPanel);
-    float* terms = terms_ + lane;
-    const Seen seen = head_.terms.fill(row, rows, first_key_ + lane, keys, kPanel,
-                                       terms, blocks_.keys);
-    for (int i = 0; i < rows; ++i) {
-      float* own = terms + i * blocks_.keys;
-      if (seen == Seen::kNone) {
-        std::fill_n(own, kPanel, -kInfinity);
-      } else if (head_.sample[row + i] < 0) {
-        const bool sees = std::any_of(own, own + kPanel,
-                                      [](float term) { return term != -kInfinity; });
-        if (sees) head_.sample[row + i] = static_cast<int32_t>(first_key_ + lane);
-      }
-    }
-    return seen;
-  }
-
   // Rows [row, row + rows) with the block of keys.
   void add_rows(int64_t row, int rows) {
-    if (!look(row, rows)) return;
+    if (!view_.look(row, rows)) return;
     pack_block(row, rows);
     std::fill_n(ds_sums_, rows * kLanes, 0.0f);
-    bool hidden = lane_limit_ % M::kElements != 0;
-    for (int lane = first_lane_; lane < lane_limit_; lane += kPanel) {
-      const Seen seen = seen_[lane / kPanel];
+    bool hidden = view_.lane_limit() % M::kElements != 0;
+    for (int lane = view_.first_lane(); lane < view_.lane_limit(); lane += kPanel) {
+      const Seen seen = view_.seen(lane);
       hidden |= seen != Seen::kAll;
       if (seen == Seen::kNone) {
         clear_panel(rows, lane);
@@ -197,7 +156,7 @@ class BackwardTask {
     for (int i = 0; i < rows; ++i) {
       head_.ds_sum[row + i] += sum(load(ds_sums_ + i * kLanes));
     }
-    const int skipped = words<M>(first_lane_);
+    const int skipped = words<M>(view_.first_lane());
     const Operands dq = {ds_rows_ + skipped,
                          words<M>(blocks_.keys),
                          k_ + static_cast<int64_t>(skipped) * padded_dim_,
@@ -206,26 +165,15 @@ class BackwardTask {
                          padded_dim_,
                          nullptr};
     const int vectors = padded_dim_ / kLanes;
-    const int depth = words<M>(lane_limit_) - skipped;
-    if (hidden && any_non_finite<M>(k_, words<M>(keys_), padded_dim_, padded_dim_)) {
-      complete_terms(row, rows);
+    const int depth = words<M>(view_.lane_limit()) - skipped;
+    if (hidden &&
+        any_non_finite<M>(k_, words<M>(view_.keys()), padded_dim_, padded_dim_)) {
+      view_.complete_terms(row, rows);
       masked_gemm<Dot, Contiguous::kK, Update::kAdd>(
-          rows, vectors, depth, dq, [this](int m, int k, int) {
-            return bits_of_word<M>(k, lane_limit_ - first_lane_, [this, m](int key) {
-              const float term = terms_[m * blocks_.keys + first_lane_ + key];
-              return broadcast(term != -kInfinity ? -1 : 0);
-            });
-          });
+          rows, vectors, depth, dq,
+          [this](int m, int k, int) { return view_.seen_bits_of_row(m, k); });
     } else {
       gemm<Dot, Contiguous::kK, Update::kAdd>(rows, vectors, depth, dq);
-    }
-  }
-
-  // The terms tell what is hidden also in calls that have none.
-  void complete_terms(int64_t row, int rows) {
-    if (head_.terms.any()) return;
-    for (int lane = first_lane_; lane < lane_limit_; lane += kPanel) {
-      fill_terms(row, rows, lane);
     }
   }
 
@@ -239,11 +187,11 @@ class BackwardTask {
 
   // The panel of keys that begins at `lane` of the block.
   void add_panel(int64_t row, int rows, int lane, bool hidden) {
-    const int vectors = vectors_for(std::min(lane_limit_ - lane, kPanel));
+    const int vectors = view_.vectors(lane);
     multiply_panel(rows, lane, vectors);
     gradient_of_panel(row, rows, lane, vectors, hidden);
 
-    const int64_t key = first_key_ + lane;
+    const int64_t key = view_.first_key() + lane;
     // float32 dS lives in ds_rows_, where dQ reads it too; pairs along rows in dp_.
     const float* ds = M::kPairs ? dp_ : ds_rows_ + lane;
     const int ds_ld = M::kPairs ? kPanel : blocks_.keys;
@@ -268,19 +216,16 @@ class BackwardTask {
                       dp_, kPanel, nullptr});
   }
 
-  // Whether row i of the block sees these keys of it.
-  Ints sees(int i, Ints key) const { return (begin_[i] <= key) & (key < limit_[i]); }
-
   // dV^T += dO^T P, or dK^T += Q^T dS.
   void add_transposed(int64_t row, int rows, int columns, int vectors, int lane,
                       bool hidden, const Operands& o) {
     const int depth = words<M>(rows);
     if (hidden && any_non_finite<M>(o.a, depth, columns, columns)) {
-      complete_terms(row, rows);
+      view_.complete_terms(row, rows);
       masked_gemm<Dot, Contiguous::kM, Update::kAdd>(
           columns, vectors, depth, o, [this, rows, lane](int, int k, int v) {
             return bits_of_word<M>(k, rows, [this, lane, v](int i) {
-              return load(terms_ + i * blocks_.keys + lane + v * kLanes) != -kInfinity;
+              return view_.sees(i, lane + v * kLanes);
             });
           });
     } else {
@@ -306,7 +251,7 @@ class BackwardTask {
     const PlainGradient<M, kHidden, kTotals> gradient = {head_};
     const auto of_vector = [&](int i, int v, RowSums* sums) {
       const int at = i * kPanel + v * kLanes;
-      const Ints visible = kHidden ? sees(i, iota() + (lane + v * kLanes)) : Ints{};
+      const Ints visible = kHidden ? view_.in_range(i, lane + v * kLanes) : Ints{};
       return gradient(row + i, load(p_ + at), load(dp_ + at), visible, sums);
     };
     softmax_gradient(row, rows, lane, vectors, gradient, of_vector);
@@ -314,18 +259,16 @@ class BackwardTask {
 
   void full_gradient(int64_t row, int rows, int lane, int vectors) {
     const FullGradient<M> gradient = {head_, dbias_};
-    const int64_t key = first_key_ + lane;
+    const int64_t key = view_.first_key() + lane;
     for (int i = 0; head_.kept.any() && i < rows; ++i) {
       head_.kept.fill_row(row + i, key, kPanel, kept_ + i * kPanel);
     }
     const auto of_vector = [&](int i, int v, RowSums* sums) {
       const int at = i * kPanel + v * kLanes;
-      Floats term = {};
-      Ints visible = sees(i, iota() + (lane + v * kLanes));
-      if (head_.terms.any()) {
-        term = load(terms_ + i * blocks_.keys + lane + v * kLanes);
-        visible = term != -kInfinity;
-      }
+      const bool has_terms = head_.terms.any();
+      const int at_key = lane + v * kLanes;
+      const Floats term = has_terms ? view_.terms(i, at_key) : Floats{};
+      const Ints visible = has_terms ? term != -kInfinity : view_.in_range(i, at_key);
       return gradient(row + i, key + v * kLanes, load(p_ + at), load(dp_ + at), term,
                       visible, (Ints)load(kept_ + at), sums);
     };
@@ -338,12 +281,18 @@ class BackwardTask {
     for (int i = 0; i < rows; i += M::kElements) {
       RowSums sums[M::kElements] = {};
       for (int v = 0; v < vectors; ++v) {
-        Weights weights[M::kElements] = {};
+        Floats p[M::kElements], ds[M::kElements];
 #pragma GCC unroll 2
         for (int e = 0; e < M::kElements; ++e) {
-          if (i + e < rows) weights[e] = of_vector(i + e, v, &sums[e]);
+          if (i + e < rows) {
+            const Weights weights = of_vector(i + e, v, &sums[e]);
+            p[e] = weights.p;
+            ds[e] = weights.ds;
+          } else {
+            p[e] = ds[e] = Floats{};
+          }
         }
-        store_words(i, lane, v, weights);
+        store_words(i, lane, v, p, ds);
       }
       if constexpr (Kind::kSums) {
         for (int e = 0; e < M::kElements && i + e < rows; ++e) {
@@ -353,37 +302,36 @@ class BackwardTask {
     }
   }
 
-  void store_words(int i, int lane, int v, const Weights* weights) {
+  void store_words(int i, int lane, int v, const Floats* p, const Floats* ds) {
     if constexpr (M::kPairs) {
       const int at = i / 2 * kPanel + v * kLanes;
-      const Floats ds_words = Dot::pair(weights[0].ds, weights[1].ds);
-      store(p_ + at, Dot::pair(weights[0].p, weights[1].p));
+      const Floats ds_words = Dot::pair(ds[0], ds[1]);
+      store(p_ + at, Dot::pair(p[0], p[1]));
       store(dp_ + at, ds_words);
       for (int e = 0; e < 2; ++e) {
         float* total = ds_sums_ + (i + e) * kLanes;
         store(total, load(total) + Dot::half(ds_words, e));
         Dot::store_halves(
-            ds_rows_ + (i + e) * (blocks_.keys / 2) + (lane + v * kLanes) / 2,
-            weights[e].ds);
+            ds_rows_ + (i + e) * (blocks_.keys / 2) + (lane + v * kLanes) / 2, ds[e]);
       }
     } else {
-      store(p_ + i * kPanel + v * kLanes, round_to<Element>(weights[0].p));
-      store(ds_rows_ + i * blocks_.keys + lane + v * kLanes, weights[0].ds);
-      store(ds_sums_ + i * kLanes, load(ds_sums_ + i * kLanes) + weights[0].ds);
+      store(p_ + i * kPanel + v * kLanes, round_to<Element>(p[0]));
+      store(ds_rows_ + i * blocks_.keys + lane + v * kLanes, ds[0]);
+      store(ds_sums_ + i * kLanes, load(ds_sums_ + i * kLanes) + ds[0]);
     }
   }
 
   // Adds sum_j exp(score - lse) over the block of keys to the total of each row.
   void add_weights(int64_t row, int rows, float* totals) {
-    if (!look(row, rows)) return;
+    if (!view_.look(row, rows)) return;
     pack_block(row, rows);
-    for (int lane = first_lane_; lane < lane_limit_; lane += kPanel) {
-      const int vectors = vectors_for(std::min(lane_limit_ - lane, kPanel));
+    for (int lane = view_.first_lane(); lane < view_.lane_limit(); lane += kPanel) {
+      const int vectors = view_.vectors(lane);
       multiply_panel(rows, lane, vectors);
       for (int i = 0; i < rows; ++i) {
         Floats total = {};
         for (int v = 0; v < vectors; ++v) {
-          const Floats term = load(terms_ + i * blocks_.keys + lane + v * kLanes);
+          const Floats term = view_.terms(i, lane + v * kLanes);
           const Floats score = head_.scores.value(load(p_ + i * kPanel + v * kLanes));
           const Floats weight = exp2((score + term - head_.lse[row + i]) * kLog2E);
           total += bit_and(weight, term != -kInfinity);
@@ -399,14 +347,9 @@ class BackwardTask {
   const bool is_plain_;  // scores are scaled products
   const int head_dim_, value_dim_, padded_dim_;
   const int depth_, value_depth_;  // words of a row of Q and K, of V and dO
-  int64_t first_key_ = 0;
-  int keys_ = 0;  // of the block
-  bool is_packed_ = false;
-  int first_lane_ = 0, lane_limit_ = 0;      // of the block, what some row may see,
-                                             // from a whole panel on
-  int32_t begin_[BackwardBlocks::kMaxRows];  // row i may see of them begin_[i] to
-  int32_t limit_[BackwardBlocks::kMaxRows];  // limit_[i]
-  Seen seen_[BackwardBlocks::kMaxPanels];
+  Arena arena_;
+  BlockView<M> view_;
+  bool is_packed_ = false;  // the block of keys
 
   float *k_transposed_, *v_transposed_;  // [panels, depth, kPanel]
   float* k_;                             // [words of keys, padded_dim]
@@ -414,7 +357,6 @@ class BackwardTask {
   float *q_pairs_, *d_out_pairs_;        // [words of rows, head_dim or value_dim]
   float* p_;                             // [rows, kPanel]: S, then P
   float* dp_;                            // [rows, kPanel]: dP, then pairs of dS
-  float* terms_;                         // [rows, keys]
   float* kept_;                          // [rows, kPanel]
   float* ds_rows_;                       // [rows, words of keys]
   float* ds_sums_;                       // [rows, kLanes]: dS summed over the vectors

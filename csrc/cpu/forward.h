@@ -30,14 +30,13 @@
 
 #include "api/validate.h"
 #include "cpu/blocks.h"
-#include "cpu/dropout.h"
 #include "cpu/forward_output.h"
+#include "cpu/forward_tile.h"
 #include "cpu/gemm.h"
 #include "cpu/pack.h"
 #include "cpu/problem.h"
 #include "cpu/scores.h"
 #include "cpu/simd.h"
-#include "cpu/terms.h"
 
 namespace jaxflash::cpu::JAXFLASH_CPU_TARGET {
 
@@ -56,14 +55,14 @@ class ForwardTask {
         group_(group_size(p)),
         visible_(p, batch),
         scores_(p, batch),
-        terms_(p, batch, kv_head, visible_),
-        kept_(p, batch, kv_head),
+        arena_(scratch, kScratchFloats),
+        tile_(p, batch, kv_head, visible_, arena_.take(blocks.keys * kPanel)),
         sinks_(head_values<const float>(p, p.sinks, batch, kv_head)),
         q_(rows_of<const Element>(p, p.q, batch, kv_head, group_)),
         k_(rows_of<const Element>(p, p.k, batch, kv_head, 1)),
         v_(rows_of<const Element>(p, p.v, batch, kv_head, 1)),
         out_(p, batch, kv_head),
-        makes_scores_(scores_.capped || terms_.any() || sinks_.data != nullptr) {
+        makes_scores_(scores_.capped || tile_.has_terms() || sinks_.data != nullptr) {
     // exp(scale (S - m)) needs a positive factor: the sign goes into Q, and so does 0.
     const float scale = scores_.scale;
     if (!makes_scores_) {
@@ -71,16 +70,14 @@ class ForwardTask {
       factor_ = q_factor_ == 0.0f ? 1.0f : std::fabs(scale);
     }
 
-    Arena arena(scratch, kScratchFloats);
-    k_block_ = arena.take(static_cast<int64_t>(blocks.keys) * depth_);
-    v_block_ = arena.take(static_cast<int64_t>(blocks.keys) * value_dim_);
-    s_ = arena.take(static_cast<int64_t>(blocks.keys) * kPanel);
-    tile_ = arena.take(static_cast<int64_t>(blocks.keys) * kPanel);
-    q_panels_ = arena.take(static_cast<int64_t>(blocks.panels) * depth_ * kPanel);
-    o_panels_ = arena.take(static_cast<int64_t>(blocks.panels) * value_dim_ * kPanel);
-    max_ = arena.take(static_cast<int64_t>(blocks.panels) * kPanel);
-    sum_ = arena.take(static_cast<int64_t>(blocks.panels) * kPanel);
-    rounded_sum_ = arena.take(static_cast<int64_t>(blocks.panels) * kPanel);
+    k_block_ = arena_.take(static_cast<int64_t>(blocks.keys) * depth_);
+    v_block_ = arena_.take(static_cast<int64_t>(blocks.keys) * value_dim_);
+    s_ = arena_.take(static_cast<int64_t>(blocks.keys) * kPanel);
+    q_panels_ = arena_.take(static_cast<int64_t>(blocks.panels) * depth_ * kPanel);
+    o_panels_ = arena_.take(static_cast<int64_t>(blocks.panels) * value_dim_ * kPanel);
+    max_ = arena_.take(static_cast<int64_t>(blocks.panels) * kPanel);
+    sum_ = arena_.take(static_cast<int64_t>(blocks.panels) * kPanel);
+    rounded_sum_ = arena_.take(static_cast<int64_t>(blocks.panels) * kPanel);
   }
 
   // Rows [first, last) of the group's matrix; `last` may lie past the visible ones.
@@ -139,8 +136,8 @@ class ForwardTask {
     const int keys = static_cast<int>(std::min<int64_t>(within, count));
     const int vectors = vectors_for(rows);
     bool partly_hidden = key_limit(row) - j < keys || key_begin(last) > j;
-    if (terms_.any()) {
-      const Seen seen = fill_terms(row, rows, j, keys);
+    if (tile_.has_terms()) {
+      const Seen seen = tile_.fill_terms(row, rows, j, keys);
       if (seen == Seen::kNone) return;
       partly_hidden = seen == Seen::kSome;
     }
@@ -150,7 +147,7 @@ class ForwardTask {
     gemm_scores<Dot>(keys, vectors, depth_,
                      {k_block_, depth_, q, kPanel, s_, kPanel, nullptr});
     if (makes_scores_) make_scores(keys, vectors);
-    if (partly_hidden && !terms_.any()) hide(row, rows, j, keys, vectors);
+    if (partly_hidden && !tile_.has_terms()) hide(row, rows, j, keys, vectors);
 
     alignas(64) float alpha[kPanel];
     for (int v = 0; v < vectors; ++v) {
@@ -158,7 +155,7 @@ class ForwardTask {
       softmax(keys, s_ + v * kLanes, max_ + lanes, sum_ + lanes, rounded_sum_ + lanes,
               alpha + v * kLanes);
     }
-    if (kept_.any()) drop(row, rows, j, keys, vectors);
+    if (tile_.drops()) drop(row, rows, j, keys, vectors);
 
     const Operands pv = {v_block_,
                          value_dim_,
@@ -171,12 +168,10 @@ class ForwardTask {
     const bool hidden_in_words = partly_hidden || keys % M::kElements != 0;
     if (hidden_in_words &&
         any_non_finite<M>(v_block_, words<M>(count), value_dim_, value_dim_)) {
-      fill_terms(row, rows, j, keys);
+      tile_.fill_terms(row, rows, j, keys);
       masked_gemm<Dot, Contiguous::kM, Update::kScaleAdd>(
           value_dim_, vectors, depth, pv, [this, keys](int, int k, int v) {
-            return bits_of_word<M>(k, keys, [this, v](int key) {
-              return load(tile_ + key * kPanel + v * kLanes) != -kInfinity;
-            });
+            return tile_.template seen_bits<M>(k, keys, v);
           });
     } else {
       gemm<Dot, Contiguous::kM, Update::kScaleAdd>(value_dim_, vectors, depth, pv);
@@ -189,43 +184,14 @@ class ForwardTask {
     is_packed_ = true;
   }
 
-  Seen fill_terms(int64_t row, int rows, int64_t j, int keys) {
-    // Row by row, as the tensors lie, and from there into the lanes.
-    constexpr int kStrip = kLanes < 8 ? kLanes : 8;
-    float strip[kStrip][ForwardBlocks::kMaxKeys];
-    bool any = false, all = true;
-    for (int i = 0; i < rows; i += kStrip) {
-      const int count = std::min(rows - i, kStrip);
-      const Seen seen =
-          terms_.fill(row + i, count, j, keys, keys, strip[0], ForwardBlocks::kMaxKeys);
-      any |= seen != Seen::kNone;
-      all &= seen == Seen::kAll;
-      for (int s = 0; s < kStrip; ++s) {
-        if (s >= count || seen == Seen::kNone) std::fill_n(strip[s], keys, -kInfinity);
-      }
-      transpose(strip, keys, tile_ + i);
-    }
-    if (!any) return Seen::kNone;
-    return all ? Seen::kAll : Seen::kSome;
-  }
-
-  template <int kStrip>
-  static void transpose(const float (&strip)[kStrip][ForwardBlocks::kMaxKeys], int keys,
-                        float* to) {
-    for (int j = 0; j < keys; ++j) {
-      for (int s = 0; s < kStrip; ++s) to[j * kPanel + s] = strip[s][j];
-    }
-  }
-
   // S^T becomes the scores, -inf where a term hides them whatever they are.
   void make_scores(int keys, int vectors) {
-    const bool has_terms = terms_.any();
     for (int j = 0; j < keys; ++j) {
       for (int v = 0; v < vectors; ++v) {
         const int at = j * kPanel + v * kLanes;
         Floats s = scores_.value(load(s_ + at));
-        if (has_terms) {
-          const Floats term = load(tile_ + at);
+        if (tile_.has_terms()) {
+          const Floats term = tile_.value(j, v);
           s = select(term == -kInfinity, term, s + term);
         }
         store(s_ + at, s);
@@ -258,21 +224,11 @@ class ForwardTask {
 
   // Zeroes the words of P^T that dropout does not keep.
   void drop(int64_t row, int rows, int64_t j, int keys, int vectors) {
-    constexpr int kStrip = kLanes < 8 ? kLanes : 8;
-    float strip[kStrip][ForwardBlocks::kMaxKeys] = {};
-    for (int i = 0; i < rows; i += kStrip) {
-      for (int s = 0; s < std::min(rows - i, kStrip); ++s) {
-        kept_.fill_row(row + i + s, j, keys, strip[s]);
-      }
-      transpose(strip, keys, tile_ + i);
-    }
+    tile_.fill_kept(row, rows, j, keys);
     for (int k = 0; k < words<M>(keys); ++k) {
       for (int v = 0; v < vectors; ++v) {
-        const Ints bits = bits_of_word<M>(k, keys, [this, v](int key) {
-          return (Ints)load(tile_ + key * kPanel + v * kLanes);
-        });
         float* word = s_ + k * kPanel + v * kLanes;
-        store(word, bit_and(load(word), bits));
+        store(word, bit_and(load(word), tile_.template kept_bits<M>(k, keys, v)));
       }
     }
   }
@@ -340,7 +296,7 @@ class ForwardTask {
       for (int h = 0; h < value_dim_; ++h) column[h] = o[h * kPanel + i];
       // Divided by the sum of the very weights it is made of, out is an exact mean of
       // rows of V; the sum that is not rounded is what lse is about.
-      const float inverse = kept_.factor() / rounded_sum_[p * kPanel + i];
+      const float inverse = tile_.keep_factor() / rounded_sum_[p * kPanel + i];
       const float m = max_[p * kPanel + i] * factor_;
       out_.store(row + i, column, inverse, static_cast<float>(m + std::log(double{l})));
     }
@@ -352,8 +308,8 @@ class ForwardTask {
   const int64_t group_;
   const Visibility visible_;
   const Scores scores_;
-  const ScoreTerms terms_;
-  const KeptWeights kept_;
+  Arena arena_;
+  ForwardTile tile_;
   const Rows<const float> sinks_;
   const Rows<const Element> q_, k_, v_;
   const ForwardOutput<Element> out_;
@@ -364,7 +320,6 @@ class ForwardTask {
   float* k_block_;      // [keys, depth]
   float* v_block_;      // [words of keys, value_dim]
   float* s_;            // [keys, kPanel]: S^T, then P^T
-  float* tile_;         // [keys, kPanel]: terms, then what dropout keeps
   float* q_panels_;     // [panels, depth, kPanel]
   float* o_panels_;     // [panels, value_dim, kPanel]
   float* max_;          // [panels, kPanel]
