@@ -48,14 +48,21 @@ def forward(call: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         return _swap(a.out), np.swapaxes(a.lse, -1, -2)
 
 
-def forward_terms(call: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def forward_terms(
+    call: dict[str, Any], *, least: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
     """Like forward, but with the magnitudes of what is summed into each number.
 
     For lse these are the products in the largest score of each row.
+
+    Args:
+      call: arguments of the attention.
+      least: added to each weight that is not 0, as in `backward`.
     """
     with np.errstate(all="ignore"):
         a = evaluate(**call)
-        out = _weighted_sum(a.p * a.dropout, a.visible, np.abs(a.v))
+        p = np.where(a.p == 0, 0.0, a.p + least)
+        out = _weighted_sum(p * a.dropout, a.visible, np.abs(a.v))
         s = np.where(a.visible, abs(a.scale) * (np.abs(a.q) @ _t(np.abs(a.k))), 0.0)
         return _swap(out), np.swapaxes(np.max(s, -1, initial=0.0), -1, -2)
 
