@@ -13,7 +13,7 @@ import numpy as np
 import jaxflash
 from jaxflash.arguments import dropout
 from jaxflash.philox import keep_mask
-from jaxflash.spec import KERNELS
+from jaxflash.spec import KERNELS, Spec
 
 QKV = ("query", "key", "value")
 # What a backend's table entry has that serves every argument.
@@ -78,16 +78,23 @@ def cotangents(
     return d_out, d_lse if lse else np.zeros_like(d_lse)
 
 
-def with_keep(call: dict[str, Any]) -> dict[str, Any]:
-    """The call and, for the oracle, which weights its dropout keeps."""
+def with_keep(call: dict[str, Any], seed: Any = None) -> dict[str, Any]:
+    """The call and, for the oracle, which weights its dropout keeps.
+
+    seed: that of each batch element; None: those of dropout_key.
+    """
     q, S = call["query"], call["key"].shape[-3]
     *batch, T, N, _ = q.shape
-    rate, seed = dropout(call["dropout_rate"], call["dropout_key"], tuple(batch))
+    rate = call["dropout_rate"]
+    if seed is None:
+        rate, seed = dropout(rate, call["dropout_key"], tuple(batch))
     n = jnp.arange(N, dtype=jnp.uint32)[:, None, None]
     i = jnp.arange(T, dtype=jnp.uint32)[:, None]
     n, i = (x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape) for x in (n, i))
-    assert seed is not None
-    keep = keep_mask(rate, seed[..., None, None, None, :], n, i, jnp.arange(S))
+    rate = Spec(operands=(), dropout_rate=rate).dropout_rate
+    keep = keep_mask(
+        rate, jnp.asarray(seed)[..., None, None, None, :], n, i, jnp.arange(S)
+    )
     return call | {"keep": np.broadcast_to(keep, (*batch, N, T, S))}
 
 
