@@ -13,6 +13,7 @@
 #include "cpu/dbias_tile.h"
 #include "cpu/gemm.h"
 #include "cpu/pack.h"
+#include "cpu/packed_block.h"
 #include "cpu/problem.h"
 #include "cpu/simd.h"
 #include "cpu/softmax_gradient.h"
@@ -33,28 +34,16 @@ class BackwardTask {
         dbias_(dbias),
         is_plain_(head.sums_to_d_lse && !head.terms.any() && !head.kept.any() &&
                   !head.wants_distances && dbias == nullptr),
-        head_dim_(head.head_dim),
-        value_dim_(head.value_dim),
-        padded_dim_(head.padded_dim),
-        depth_(words<M>(head.head_dim)),
-        value_depth_(words<M>(head.value_dim)),
         arena_(scratch, kScratchFloats),
-        view_(head, blocks.keys, arena_.take(blocks.rows * blocks.keys)) {
+        view_(head, blocks.keys, arena_.take(blocks.rows * blocks.keys)),
+        packed_(head, blocks, &arena_) {
     const int64_t keys = blocks.keys;
     const int64_t rows = blocks.rows;
-    k_transposed_ = arena_.take(keys * depth_);
-    v_transposed_ = arena_.take(keys * value_depth_);
-    k_ = arena_.take(words<M>(keys) * padded_dim_);
-    q_ = arena_.take(rows * depth_);
-    d_out_ = arena_.take(rows * value_depth_);
-    q_pairs_ = M::kPairs ? arena_.take(words<M>(rows) * head_dim_) : q_;
-    d_out_pairs_ = M::kPairs ? arena_.take(words<M>(rows) * value_dim_) : d_out_;
     p_ = arena_.take(rows * kPanel);
     dp_ = arena_.take(rows * kPanel);
     kept_ = arena_.take(rows * kPanel);
     ds_rows_ = arena_.take(rows * words<M>(keys));
     ds_sums_ = arena_.take(rows * kLanes);
-    std::fill_n(k_, words<M>(keys) * padded_dim_, 0.0f);
   }
 
   void run(int64_t first_key, int64_t last_key, int64_t first_row, int64_t last_row) {
@@ -114,27 +103,10 @@ class BackwardTask {
     }
   }
 
-  void pack_keys() {
-    for (int lane = 0; lane < view_.keys(); lane += kPanel) {
-      const int width = std::min(view_.keys() - lane, kPanel);
-      pack_transposed<M>(head_.k, view_.first_key() + lane, width, head_dim_, kPanel,
-                         k_transposed_ + lane * depth_, kPanel);
-      pack_transposed<M>(head_.v, view_.first_key() + lane, width, value_dim_, kPanel,
-                         v_transposed_ + lane * value_depth_, kPanel);
-    }
-    pack_along_rows<M>(head_.k, view_.first_key(), view_.keys(), head_dim_, k_,
-                       padded_dim_);
-    is_packed_ = true;
-  }
-
   void pack_block(int64_t row, int rows) {
-    if (!is_packed_) pack_keys();
-    pack_rows<M>(head_.q, row, rows, head_dim_, q_, depth_);
-    pack_rows<M>(head_.d_out, row, rows, value_dim_, d_out_, value_depth_);
-    if constexpr (M::kPairs) {
-      pack_along_rows<M>(head_.q, row, rows, head_dim_, q_pairs_, head_dim_);
-      pack_along_rows<M>(head_.d_out, row, rows, value_dim_, d_out_pairs_, value_dim_);
-    }
+    if (!is_packed_) packed_.pack_keys(view_.first_key(), view_.keys());
+    is_packed_ = true;
+    packed_.pack_rows(row, rows);
   }
 
   // Rows [row, row + rows) with the block of keys.
@@ -156,18 +128,19 @@ class BackwardTask {
     for (int i = 0; i < rows; ++i) {
       head_.ds_sum[row + i] += sum(load(ds_sums_ + i * kLanes));
     }
+    const int padded_dim = head_.padded_dim;
     const int skipped = words<M>(view_.first_lane());
     const Operands dq = {ds_rows_ + skipped,
                          words<M>(blocks_.keys),
-                         k_ + static_cast<int64_t>(skipped) * padded_dim_,
-                         padded_dim_,
+                         packed_.k() + static_cast<int64_t>(skipped) * padded_dim,
+                         padded_dim,
                          head_.dq_row(row),
-                         padded_dim_,
+                         padded_dim,
                          nullptr};
-    const int vectors = padded_dim_ / kLanes;
+    const int vectors = padded_dim / kLanes;
     const int depth = words<M>(view_.lane_limit()) - skipped;
-    if (hidden &&
-        any_non_finite<M>(k_, words<M>(view_.keys()), padded_dim_, padded_dim_)) {
+    if (hidden && any_non_finite<M>(packed_.k(), words<M>(view_.keys()), padded_dim,
+                                    padded_dim)) {
       view_.complete_terms(row, rows);
       masked_gemm<Dot, Contiguous::kK, Update::kAdd>(
           rows, vectors, depth, dq,
@@ -188,7 +161,7 @@ class BackwardTask {
   // The panel of keys that begins at `lane` of the block.
   void add_panel(int64_t row, int rows, int lane, bool hidden) {
     const int vectors = view_.vectors(lane);
-    multiply_panel(rows, lane, vectors);
+    packed_.multiply_panel(rows, lane, vectors, p_, dp_);
     gradient_of_panel(row, rows, lane, vectors, hidden);
 
     const int64_t key = view_.first_key() + lane;
@@ -196,24 +169,15 @@ class BackwardTask {
     const float* ds = M::kPairs ? dp_ : ds_rows_ + lane;
     const int ds_ld = M::kPairs ? kPanel : blocks_.keys;
     if (head_.wants_dv) {
-      add_transposed(
-          row, rows, value_dim_, vectors, lane, hidden,
-          {d_out_pairs_, value_dim_, p_, kPanel, head_.dv_panel(key), kPanel, nullptr});
+      add_transposed(row, rows, head_.value_dim, vectors, lane, hidden,
+                     {packed_.d_out_pairs(), head_.value_dim, p_, kPanel,
+                      head_.dv_panel(key), kPanel, nullptr});
     }
     if (head_.wants_dk) {
-      add_transposed(
-          row, rows, head_dim_, vectors, lane, hidden,
-          {q_pairs_, head_dim_, ds, ds_ld, head_.dk_panel(key), kPanel, nullptr});
+      add_transposed(row, rows, head_.head_dim, vectors, lane, hidden,
+                     {packed_.q_pairs(), head_.head_dim, ds, ds_ld, head_.dk_panel(key),
+                      kPanel, nullptr});
     }
-  }
-
-  void multiply_panel(int rows, int lane, int vectors) {
-    gemm_scores<Dot>(
-        rows, vectors, depth_,
-        {q_, depth_, k_transposed_ + lane * depth_, kPanel, p_, kPanel, nullptr});
-    gemm_scores<Dot>(rows, vectors, value_depth_,
-                     {d_out_, value_depth_, v_transposed_ + lane * value_depth_, kPanel,
-                      dp_, kPanel, nullptr});
   }
 
   // dV^T += dO^T P, or dK^T += Q^T dS.
@@ -327,7 +291,7 @@ class BackwardTask {
     pack_block(row, rows);
     for (int lane = view_.first_lane(); lane < view_.lane_limit(); lane += kPanel) {
       const int vectors = view_.vectors(lane);
-      multiply_panel(rows, lane, vectors);
+      packed_.multiply_panel(rows, lane, vectors, p_, dp_);
       for (int i = 0; i < rows; ++i) {
         Floats total = {};
         for (int v = 0; v < vectors; ++v) {
@@ -345,21 +309,16 @@ class BackwardTask {
   const BackwardBlocks& blocks_;
   const DbiasTile* const dbias_;
   const bool is_plain_;  // scores are scaled products
-  const int head_dim_, value_dim_, padded_dim_;
-  const int depth_, value_depth_;  // words of a row of Q and K, of V and dO
   Arena arena_;
   BlockView<M> view_;
+  PackedBlock<M> packed_;
   bool is_packed_ = false;  // the block of keys
 
-  float *k_transposed_, *v_transposed_;  // [panels, depth, kPanel]
-  float* k_;                             // [words of keys, padded_dim]
-  float *q_, *d_out_;                    // [rows, depth]
-  float *q_pairs_, *d_out_pairs_;        // [words of rows, head_dim or value_dim]
-  float* p_;                             // [rows, kPanel]: S, then P
-  float* dp_;                            // [rows, kPanel]: dP, then pairs of dS
-  float* kept_;                          // [rows, kPanel]
-  float* ds_rows_;                       // [rows, words of keys]
-  float* ds_sums_;                       // [rows, kLanes]: dS summed over the vectors
+  float* p_;        // [rows, kPanel]: S, then P
+  float* dp_;       // [rows, kPanel]: dP, then pairs of dS
+  float* kept_;     // [rows, kPanel]
+  float* ds_rows_;  // [rows, words of keys]
+  float* ds_sums_;  // [rows, kLanes]: dS summed over the vectors
 };
 
 }  // namespace jaxflash::cpu::JAXFLASH_CPU_TARGET
