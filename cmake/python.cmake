@@ -29,7 +29,8 @@ message(STATUS "jaxflash: XLA FFI headers of ${JAXFLASH_FFI_INCLUDE_DIR}")
 
 function(jaxflash_add_module name)
   nanobind_add_module(${name} STABLE_ABI NB_STATIC
-    csrc/ffi/bind.cc csrc/ffi/slots.cc csrc/python/module.cc ${ARGN})
+    csrc/ffi/bind.cc csrc/ffi/slots.cc csrc/python/call_types.cc
+    csrc/python/module.cc ${ARGN})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/csrc)
   target_include_directories(${name} SYSTEM PRIVATE ${JAXFLASH_FFI_INCLUDE_DIR})
   target_compile_options(${name} PRIVATE -Wall -Wextra)

@@ -255,17 +255,15 @@ def _explain(
     backend, reason = choice.implementation, choice.reason
     if backend == "reference":
         return Pass(backend, reason)
-    workspace = ffi.workspace_bytes(backend, direction, spec, names, avals)
+    workspace = ffi.workspace_bytes(backend, direction, spec, names, avals, results)
     if backend == "cpu":
         return Pass(backend, reason, workspace)
-    taken = zip(names, ffi.kernel_operands(names, avals), strict=True)
     module: Any = selection.load(backend)
     answer = module.explain(
         direction,
-        [(name, aval.dtype.name, aval.shape) for name, aval in taken],
-        [(name, aval.dtype.name, aval.shape) for name, aval in results],
-        spec.is_causal,
-        spec.deterministic,
+        ffi.tensor_types(names, ffi.kernel_operands(names, avals)),
+        ffi.tensor_types(*zip(*results, strict=True)),
+        ffi.attributes(spec),
         None if device is None else device.numbers(),
     )
     return Pass(

@@ -1,7 +1,6 @@
 """Calls of the compiled kernels in programs that are being lowered."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -59,7 +58,7 @@ def call(
             ctx, lambda *arrays: list(map(jnp.broadcast_to, arrays, full)), *operands
         )
         ctx = ctx.replace(avals_in=taken)
-    workspace = workspace_bytes(backend, direction, spec, names, given)
+    workspace = workspace_bytes(backend, direction, spec, names, given, results)
     result_names, result_avals = zip(*results, strict=True)
     types = [*result_avals, ShapedArray((workspace,), jnp.uint8)]
     rule = jax.ffi.ffi_lowering(f"jaxflash_attention_{direction}")
@@ -68,37 +67,50 @@ def call(
         *operands,
         operands=",".join(names),
         results=",".join((*result_names, "workspace")),
-        is_causal=spec.is_causal,
-        window_left=spec.window_left,
-        window_right=spec.window_right,
-        softcap=spec.softcap,
-        dropout_rate=spec.dropout_rate,
-        deterministic=spec.deterministic,
-        precision=spec.precision,
+        **attributes(spec),
     )
     return list(values)[:-1]
 
 
+def attributes(spec: Spec) -> dict[str, Any]:
+    """What the handlers are told beside the tensors."""
+    return {
+        "is_causal": spec.is_causal,
+        "window_left": spec.window_left,
+        "window_right": spec.window_right,
+        "softcap": spec.softcap,
+        "dropout_rate": spec.dropout_rate,
+        "deterministic": spec.deterministic,
+        "precision": spec.precision,
+    }
+
+
+def tensor_types(
+    names: Sequence[str], avals: Sequence
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Tensors as the compiled modules take them before there are arrays."""
+    return [
+        (name, aval.dtype.name, aval.shape)
+        for name, aval in zip(names, avals, strict=True)
+    ]
+
+
 def workspace_bytes(
-    backend: str, direction: str, spec: Spec, names: Sequence[str], avals: Sequence
+    backend: str,
+    direction: str,
+    spec: Spec,
+    names: Sequence[str],
+    avals: Sequence,
+    results: Sequence[tuple[str, ShapedArray]],
 ) -> int:
     """Bytes of workspace that a call has, whatever kernels of the backend it runs."""
     module = selection.load(backend)
     assert isinstance(module, ModuleType)
-    by_name = dict(zip(names, avals, strict=True))
-    q_len, num_heads, head_dim = by_name["query"].shape[-3:]
-    kv_len, num_kv_heads, value_head_dim = by_name["value"].shape[-3:]
     return module.workspace_bytes(
         direction,
-        by_name["query"].dtype.name,
-        math.prod(batch_shape(names, [aval.shape for aval in avals])),
-        q_len,
-        kv_len,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        value_head_dim,
-        spec.deterministic,
+        tensor_types(names, kernel_operands(names, avals)),
+        tensor_types(*zip(*results, strict=True)),
+        attributes(spec),
     )
 
 

@@ -14,66 +14,16 @@
 #include <utility>
 #include <vector>
 
-#include "ffi/bind.h"
-#include "ffi/slots.h"
 #include "jaxflash/attention.h"
-#include "xla/ffi/api/ffi.h"
+#include "python/call_types.h"
 
 namespace jaxflash::python {
 namespace {
 
 namespace nb = ::nanobind;
 
-// Name, dtype, shape.
-using TensorType = std::tuple<std::string, std::string, std::vector<int64_t>>;
 // Compute capability, SMs, shared memory of a block and of an SM.
 using DeviceNumbers = std::tuple<int, int, int, int>;
-
-XLA_FFI_DataType parse_dtype(const std::string& name) {
-  static constexpr std::pair<const char*, XLA_FFI_DataType> kTypes[] = {
-      {"float32", XLA_FFI_DataType_F32}, {"bfloat16", XLA_FFI_DataType_BF16},
-      {"float16", XLA_FFI_DataType_F16}, {"int32", XLA_FFI_DataType_S32},
-      {"uint32", XLA_FFI_DataType_U32},  {"bool", XLA_FFI_DataType_PRED},
-      {"int8", XLA_FFI_DataType_S8},
-  };
-  for (const auto& [known, type] : kTypes) {
-    if (name == known) return type;
-  }
-  throw nb::value_error(("no operand has dtype " + name).c_str());
-}
-
-// What XLA hands to a handler for a tensor of this type, but for its elements.
-XLA_FFI_Buffer to_buffer(TensorType& tensor) {
-  alignas(256) static char placeholder[256];
-  auto& [name, dtype, shape] = tensor;
-  XLA_FFI_Buffer buffer = {};
-  buffer.struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
-  buffer.dtype = parse_dtype(dtype);
-  buffer.data = placeholder;
-  buffer.rank = static_cast<int64_t>(shape.size());
-  buffer.dims = shape.data();
-  return buffer;
-}
-
-// Binds the tensors as the handler does.
-void bind(std::vector<TensorType> operands, std::vector<TensorType> results,
-          jaxflash_attention_backward_params* params) {
-  std::vector<XLA_FFI_Buffer> buffers;
-  std::vector<ffi::Bound> all;
-  buffers.reserve(operands.size() + results.size());
-  for (auto* tensors : {&operands, &results}) {
-    for (TensorType& tensor : *tensors) {
-      const std::string& name = std::get<0>(tensor);
-      const ffi::Slot* slot = ffi::find_slot(name);
-      if (slot == nullptr)
-        throw nb::value_error(("no tensor has name " + name).c_str());
-      buffers.push_back(to_buffer(tensor));
-      all.push_back({slot, xla::ffi::AnyBuffer(&buffers.back()), tensors == &results});
-    }
-  }
-  const xla::ffi::Error error = ffi::bind_tensors(all, params);
-  if (error.failure()) throw nb::value_error(error.message().c_str());
-}
 
 void check(jaxflash_status status) {
   if (status == JAXFLASH_OK) return;
@@ -110,16 +60,10 @@ nb::dict to_dict(const jaxflash_explanation& explanation) {
 }
 
 nb::dict explain(const std::string& direction, std::vector<TensorType> operands,
-                 std::vector<TensorType> results, bool is_causal, bool deterministic,
+                 std::vector<TensorType> results, nb::dict attributes,
                  std::optional<DeviceNumbers> numbers) {
-  jaxflash_attention_backward_params params = {};
-  params.struct_size = sizeof(params);
-  params.forward.struct_size = sizeof(params.forward);
-  params.forward.window_left = params.forward.window_right = -1;
-  params.forward.is_causal = is_causal;
-  params.forward.deterministic = deterministic;
-  bind(std::move(operands), std::move(results), &params);
-
+  const jaxflash_attention_backward_params params =
+      bind_types({std::move(operands), std::move(results), std::move(attributes)});
   jaxflash_cuda_device device = {};
   if (numbers.has_value()) {
     std::tie(device.compute_capability, device.num_sms, device.shared_memory_of_block,
@@ -128,14 +72,11 @@ nb::dict explain(const std::string& direction, std::vector<TensorType> operands,
   const jaxflash_cuda_device* given = numbers.has_value() ? &device : nullptr;
   jaxflash_explanation explanation = {};
   explanation.struct_size = sizeof(explanation);
-  if (direction == "forward") {
+  if (is_forward(direction)) {
     check(
         jaxflash_attention_explain_forward_cuda(&params.forward, given, &explanation));
-  } else if (direction == "backward") {
-    check(jaxflash_attention_explain_backward_cuda(&params, given, &explanation));
   } else {
-    throw nb::value_error(
-        ("direction must be forward or backward, got " + direction).c_str());
+    check(jaxflash_attention_explain_backward_cuda(&params, given, &explanation));
   }
   return to_dict(explanation);
 }
@@ -144,8 +85,7 @@ nb::dict explain(const std::string& direction, std::vector<TensorType> operands,
 
 void define_explain(nb::module_& module) {
   module.def("explain", explain, nb::arg("direction"), nb::arg("operands"),
-             nb::arg("results"), nb::arg("is_causal"), nb::arg("deterministic"),
-             nb::arg("device").none());
+             nb::arg("results"), nb::arg("attributes"), nb::arg("device").none());
 }
 
 }  // namespace jaxflash::python

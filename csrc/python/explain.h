@@ -8,9 +8,9 @@
 
 namespace jaxflash::python {
 
-// Adds explain(direction, operands, results, is_causal, deterministic, device) -> dict
-// with the members of jaxflash_explanation. Operands and results are those of the
-// handler, as triples (name, dtype, shape); device is None for the current one, or
+// Adds explain(direction, operands, results, attributes, device) -> dict with the
+// members of jaxflash_explanation. The first four are those of workspace_bytes
+// (python/module.h); device is None for the current one, or
 // (compute capability, SMs, shared memory of a block, of an SM). Raises ValueError for
 // a call that no kernel serves, RuntimeError where there is no device.
 void define_explain(nanobind::module_& module);

@@ -20,9 +20,10 @@ using Handler = XLA_FFI_Error*(XLA_FFI_CallFrame*);
 // {target name: capsule} as jax.ffi.register_ffi_target takes them.
 nanobind::dict registrations(Handler* forward, Handler* backward);
 
-// Adds workspace_bytes(direction, dtype, batch, q_len, kv_len, num_heads, num_kv_heads,
-// head_dim, value_head_dim, deterministic) -> int, which answers with the queries of
-// one backend and raises ValueError with the library's sentence.
+// Adds workspace_bytes(direction, operands, results, attributes) -> int, which answers
+// with the queries of one backend and raises ValueError with the library's sentence.
+// Operands and results are those of the handler but the workspace, as triples (name,
+// dtype, shape), attributes a dict.
 struct WorkspaceQueries {
   jaxflash_status (*forward)(const jaxflash_attention_params*, size_t*);
   jaxflash_status (*backward)(const jaxflash_attention_backward_params*, size_t*);
