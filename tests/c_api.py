@@ -88,6 +88,7 @@ class Buffer:
             view = view.transpose(*axes[: len(batch)], *axes[len(batch) :][::-1])
         if values is not None:
             view[...] = values
+        self.own = view
         self.array = np.broadcast_to(view, shape)
         self.core_rank = core_rank
 
@@ -116,7 +117,6 @@ class Shared(Buffer):
     def __init__(self, shape, values, layout: str, core_rank: int, *, is_output=False):
         given = None if is_output else values
         super().__init__(values.shape, values.dtype, layout, core_rank, given)
-        self.own = self.array
         self.array = np.broadcast_to(self.own, shape)
 
 
