@@ -53,6 +53,34 @@ def test_temporaries_are_linear_in_the_length(implementation, pass_):
     assert full <= 2.2 * half + 2**20
 
 
+@pytest.mark.implementations("cpu")
+@pytest.mark.parametrize("shape", [(1, N, 1, None), (1, 1, None, 1)])
+def test_the_gradient_of_a_shared_bias_takes_no_more_than_the_bias(
+    implementation, shape
+):
+    def temporaries(with_dbias):
+        length = 16_384
+        x = jax.ShapeDtypeStruct((1, length, N, H), jnp.float32)
+        bias = jax.ShapeDtypeStruct([size or length for size in shape], jnp.float32)
+
+        def gradients(x, bias, d_out):
+            def attention(x, bias):
+                return dot_product_attention(
+                    x, x, x, bias, implementation=implementation
+                )
+
+            _, pullback = jax.vjp(attention, x, bias)
+            return pullback(d_out)[: 2 if with_dbias else 1]
+
+        lowered = jax.jit(gradients).lower(x, bias, x)
+        analysis = lowered.compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes, bias.size * 4
+
+    (without, _), (with_dbias, size) = temporaries(False), temporaries(True)
+    assert with_dbias <= without + 4 * size
+
+
 @pytest.mark.implementations("reference", "cpu")
 def test_second_order_is_linear_in_the_length(implementation):
     half, full = (temporaries(implementation, n, "hvp") for n in (8_192, 16_384))
