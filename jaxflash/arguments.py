@@ -170,6 +170,23 @@ def integers(
     return x
 
 
+def boundaries(name: str, x: Any, total: int) -> Array:
+    """Where packed sequences start and end: int32 [sequences + 1]."""
+    given, x = x, _array(name, x)
+    _dtype(name, x, jnp.int32, "int32")
+    if x.ndim != 1 or not x.size:
+        raise ValueError(f"{name} must have shape [sequences + 1], got {x.shape}")
+    value = _value(given)
+    if value is None:
+        return x
+    if value[0] != 0 or (np.diff(value) < 0).any() or value[-1] > total:
+        raise ValueError(
+            f"{name} must start with 0, not fall and end at {total} or before, got "
+            f"{value.tolist()}"
+        )
+    return x
+
+
 def per_head(name: str, x: Any, want: tuple[int, ...], dtype: Any) -> Array:
     """sinks [N] or alibi_slopes [N] or [*batch, N], in the dtype of scores."""
     x = _array(name, x)
