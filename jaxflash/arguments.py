@@ -1,4 +1,4 @@
-"""Checks of the public function's arguments, and their conversion to operands.
+"""Checks of the public functions' arrays, and their conversion to operands.
 
 Everything that can be wrong with a call is found here, while it is traced. Every error
 names the argument, what was expected and what came.
@@ -6,7 +6,6 @@ names the argument, what was expected and what came.
 
 import math
 import numbers
-import operator
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,29 +16,12 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jaxflash.spec import MAX_OFFSET, UNLIMITED
+from jaxflash import options
+from jaxflash.spec import MAX_OFFSET
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_PRECISIONS = {
-    None: 0,
-    "highest": 0,
-    "float32": 0,
-    jax.lax.Precision.HIGHEST: 0,
-    jax.lax.DotAlgorithmPreset.F32_F32_F32: 0,
-    "high": 1,
-    "bfloat16_3x": 1,
-    jax.lax.Precision.HIGH: 1,
-    jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3: 1,
-    "default": 2,
-    "tensorfloat32": 2,
-    jax.lax.Precision.DEFAULT: 2,
-    jax.lax.DotAlgorithmPreset.TF32_TF32_F32: 2,
-}
-
 
 _INT32 = np.iinfo(np.int32)
-_FLOAT32_MIN = float(np.finfo(np.float32).tiny)
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def is_traced(x: Any) -> bool:
@@ -211,7 +193,7 @@ def scale(x: Any, head_dim: int, dtype: Any) -> Array:
     if isinstance(x, str | bool):
         raise TypeError(f"scale must be a number or a scalar array, got {x!r}")
     if isinstance(x, numbers.Real):
-        x = _number("scale", x)
+        x = options.number("scale", x)
         _finite_scale(x, dtype)  # before JAX, which may warn that it overflows
     given, x = x, _array("scale", x)
     _dtype("scale", x, jnp.floating, "float")
@@ -244,68 +226,13 @@ def query_offset(x: Any, batch: tuple[int, ...]) -> Array | None:
     return jnp.clip(x, -MAX_OFFSET, MAX_OFFSET)
 
 
-def flag(name: str, x: Any) -> bool:
-    """A static bool."""
-    if not isinstance(x, bool | np.bool_):
-        raise TypeError(f"{name} must be a Python bool, got {x!r}")
-    return bool(x)
-
-
-def window(x: Any) -> tuple[int, int]:
-    """(left, right), -1 where unlimited."""
-    expected = "an int or a pair (left, right) of int or None"
-    error = TypeError(f"local_window_size must be {expected}, got {x!r}")
-    if x is None:
-        return UNLIMITED, UNLIMITED
-    sides = tuple(x) if isinstance(x, tuple | list) else (x, x)
-    if len(sides) != 2:
-        raise error
-    result = []
-    for side in sides:
-        if side is None:
-            result.append(UNLIMITED)
-            continue
-        if isinstance(side, bool) or is_traced(side):
-            raise error
-        try:
-            result.append(operator.index(side))
-        except TypeError:
-            raise error from None
-        if result[-1] < 0:
-            raise ValueError(
-                f"local_window_size must not be negative, got {x!r}; None is unlimited"
-            )
-    return result[0], result[1]
-
-
-def _number(name: str, x: Any) -> float:
-    if isinstance(x, bool) or not isinstance(x, numbers.Real):
-        raise TypeError(f"{name} must be a Python number, got {x!r}")
-    try:
-        return float(x)
-    except OverflowError:
-        raise ValueError(f"{name} must be a finite number, got {x!r}") from None
-
-
-def softcap(x: Any) -> float:
-    """A positive Python number, or None for none; 0 = off in the result."""
-    if x is None:
-        return 0.0
-    value = _number("softcap", x)
-    if not _FLOAT32_MIN <= value <= _FLOAT32_MAX:
-        raise ValueError(
-            f"softcap must be finite and greater than 0 in float32, got {value}"
-        )
-    return value
-
-
 def _raw_key_shape() -> tuple[int, ...]:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
 
 
 def dropout(rate: Any, key: Any, batch: tuple[int, ...]) -> tuple[float, Array | None]:
     """The rate, and the Philox key [*batch, 2] of every batch element."""
-    value = _number("dropout_rate", rate)
+    value = options.number("dropout_rate", rate)
     if not 0 <= value < 1:
         raise ValueError(f"dropout_rate must be in [0, 1), got {value}")
     if value == 0:
@@ -330,24 +257,6 @@ def dropout(rate: Any, key: Any, batch: tuple[int, ...]) -> tuple[float, Array |
             f"{key.dtype} and shape {key.shape}"
         )
     return value, jax.random.bits(key, (*batch, 2), jnp.uint32)
-
-
-def precision(x: Any) -> int:
-    """The number of a precision, or of a pair of equal ones, in jaxflash.spec.Spec."""
-    sides = x if isinstance(x, tuple | list) and len(x) == 2 else (x, x)
-    try:
-        first, second = (_PRECISIONS[side] for side in sides)
-    except (KeyError, TypeError):
-        names = sorted({str(name) for name in _PRECISIONS if isinstance(name, str)})
-        raise ValueError(
-            f"precision must be None, a jax.lax.Precision, one of {names} or a pair of "
-            f"equal ones, got {x!r}"
-        ) from None
-    if first != second:
-        raise ValueError(
-            f"precision must be the same for both operands of a product, got {x!r}"
-        )
-    return first
 
 
 def one_device_set(operands: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jaxflash import arguments, selection
+from jaxflash import arguments, options, selection
 from jaxflash.primitives.forward import attention_forward
 from jaxflash.spec import IMPLEMENTATIONS, Spec, accumulator
 
@@ -149,25 +149,25 @@ def dot_product_attention(
         if x is not None:
             operands[name] = arguments.per_head(name, x, (*batch, num_heads), wide)
     rate, operands["dropout_seed"] = arguments.dropout(dropout_rate, dropout_key, batch)
-    left, right = arguments.window(local_window_size)
+    left, right = options.window(local_window_size)
     known = implementation is None or isinstance(implementation, str)
     if not known or implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
             f"implementation must be None or one of {IMPLEMENTATIONS}, got "
             f"{implementation!r}"
         )
-    with_lse = arguments.flag("return_residual", return_residual)
+    with_lse = options.flag("return_residual", return_residual)
     present = {name: x for name, x in operands.items() if x is not None}
     arguments.one_device_set(present)
     spec = Spec(
         operands=tuple(present),
-        is_causal=arguments.flag("is_causal", is_causal),
+        is_causal=options.flag("is_causal", is_causal),
         window_left=left,
         window_right=right,
-        softcap=arguments.softcap(softcap),
+        softcap=options.softcap(softcap),
         dropout_rate=rate,
-        precision=arguments.precision(precision),
-        deterministic=arguments.flag("deterministic", deterministic),
+        precision=options.precision(precision),
+        deterministic=options.flag("deterministic", deterministic),
         implementation=implementation,
     )
     selection.check_implementation(spec, tuple(present.values()))

@@ -15,7 +15,7 @@ from calls import (
 )
 from compare import assert_equal, assert_forward, assert_gradients
 
-from jaxflash import arguments
+from jaxflash import options
 
 pytestmark = pytest.mark.implementations("reference", *serving(*EVERYTHING))
 
@@ -208,8 +208,8 @@ PRECISION = jax.lax.Precision
     "one", [*PRECISION, "highest", "high", "tensorfloat32"], ids=str
 )
 def test_pair_of_equal_precisions_is_that_precision(one):
-    assert arguments.precision((one, one)) == arguments.precision(one)
-    assert arguments.precision([one, one]) == arguments.precision(one)
+    assert options.precision((one, one)) == options.precision(one)
+    assert options.precision([one, one]) == options.precision(one)
 
 
 @pytest.mark.parametrize(
