@@ -87,8 +87,8 @@ def dot_product_attention(
         sinks: [N], one logit per query head that takes part in the softmax and has no
             value; neither scaled nor capped.
         alibi_slopes: [N] or [*batch, N]; scores lose slope * |i + query_offset - j|.
-        dropout_rate: probability from 0 to below 1 with which an attention weight is
-            dropped; the others are divided by 1 - dropout_rate.
+        dropout_rate: probability from 0 to below 1, rounded to float32, with which an
+            attention weight is dropped; the others are divided by 1 - dropout_rate.
         dropout_key: a JAX PRNG key; the same key drops the same weights on every
             backend.
         precision: as in jax.lax, for float32 inputs: None is float32-class accuracy,

@@ -307,8 +307,9 @@ def backward(
 
     def sum_rows(carry, block, j):
         total, delta = carry
-        *_, p, keep = weigh(block, j)
+        s, _, _, p, keep = weigh(block, j)
         d_p = call.einsum(_ROWS_KEY, d_out, block["value"])
+        d_p = jnp.where(jnp.isneginf(s), 0, d_p)  # d_out of a blind row may be NaN
         p_sum, p_d_p = (a.sum(-1, keepdims=True) for a in (p, p * keep * d_p))
         return total + p_sum, delta + p_d_p
 

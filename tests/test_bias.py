@@ -175,3 +175,14 @@ def test_a_bias_meets_the_accuracy_bar(implementation, dtype, kind):
     bias = random_bias(1, 4, 208, 208)
     bias[..., 30:60] = -np.inf
     check_bar(call | {"bias": bias}, implementation, dtype)
+
+
+# Rows and keys there are, but nothing that shares the bias.
+@pytest.mark.parametrize("batch", [(3, 0), (0, 3)])
+def test_gradient_over_an_empty_batch_axis(implementation, working_dtype, batch):
+    call = make_call(5, 6, batch=batch, N=2, H=8, dtype=working_dtype)
+    shared = tuple(max(size, 1) for size in batch)
+    call["bias"] = np.ones((*shared, 2, 5, 6), np.float32)
+    grads = run_gradients(call, implementation, *cotangents(call), ("bias",))
+    assert grads["bias"].shape == call["bias"].shape
+    assert not np.asarray(grads["bias"]).any()

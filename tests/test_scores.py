@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from calls import KINDS, QKV, cotangents, make_call, run, run_gradients, serving
 from checks import check, check_bar, check_no_effect
+from compare import assert_equal
 
 SCALE = np.array(-0.3, np.float32)
 
@@ -145,3 +146,48 @@ def test_hidden_garbage_has_no_effect(implementation, dtype, garbage):
     for x in dirty.values():
         x[:, ~call["mask"][0, 0, 0]] = x[:, 110:] = garbage
     check_no_effect(call, dirty, implementation)
+
+
+# lse and the sink are as large as the bias, which leaves no bits of their distance.
+@pytest.mark.implementations("reference", *serving("sinks"))
+@pytest.mark.parametrize("size", [-1e9, -300.0, 300.0, 1e9])
+def test_sinks_as_large_as_the_bias(implementation, dtype, size):
+    call = make_call(40, 70, K=2, dtype=dtype, scale=SCALE)
+    call["query"] = np.zeros_like(call["query"])  # products have no room beside it
+    call["bias"] = np.full((40, 1), size, np.float32)
+    call["sinks"] = np.float32(size) + np.array([0, 10, -3, 40], np.float32)
+    check(call, implementation)
+
+
+@pytest.mark.implementations("reference", *serving("sinks"))
+def test_sinks_of_blind_rows_with_any_cotangent(implementation, working_dtype):
+    call = make_call(20, 30, K=2, dtype=working_dtype)
+    call["mask"] = np.arange(20)[:, None] % 3 > 0
+    call["sinks"] = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
+    d_out, d_lse = cotangents(call)
+    want = run_gradients(call, implementation, d_out, d_lse, (*QKV, "sinks"))
+    d_out[:, ::3] = np.nan
+    got = run_gradients(call, implementation, d_out, d_lse, (*QKV, "sinks"))
+    for name, gradient in got.items():
+        assert_equal(gradient, want[name], f"d{name}")
+
+
+# A scale that is NaN makes NaN of what is seen, and nothing of what is not.
+@softcap_on()
+@pytest.mark.parametrize("hides", ["mask", "bias", "segments"])
+def test_softcap_and_a_nan_scale(implementation, working_dtype, hides):
+    call = make_call(20, 30, K=2, dtype=working_dtype, softcap=5.0)
+    call["scale"] = np.array(np.nan, np.float32)
+    seen = np.arange(30) % 4 > 0
+    if hides == "mask":
+        call["mask"] = seen[None, :]
+    elif hides == "bias":
+        call["bias"] = np.where(seen, 0, -np.inf).astype(np.float32)[None, :]
+    else:
+        call["query_segment_ids"] = np.ones((2, 20), np.int32)
+        call["key_value_segment_ids"] = np.tile(seen, (2, 1)).astype(np.int32)
+    grads = run_gradients(call, implementation, *cotangents(call))
+    for name in ("key", "value"):
+        gradient = np.asarray(grads[name], np.float32)
+        assert not gradient[:, ~seen].any(), name
+        assert np.isnan(gradient[:, seen]).all(), name

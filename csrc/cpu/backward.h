@@ -51,7 +51,10 @@ void backward(const jaxflash_attention_backward_params& b, void* workspace,
         rows.start(row, row + blocks.chunk_rows, scratch);
       }
       BackwardTask<M> task(head, blocks, scratch);
-      if (step == 0) task.refine_lse(row, row + blocks.chunk_rows);
+      if (step == 0) {
+        task.refine_lse(row, row + blocks.chunk_rows);
+        rows.start_sinks(row, row + blocks.chunk_rows);
+      }
       task.run(key, key + blocks.chunk_keys, row, row + blocks.chunk_rows);
       if (step == blocks.chunks - 1) {
         head.store_keys(key, key + blocks.chunk_keys);

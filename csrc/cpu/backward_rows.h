@@ -49,6 +49,16 @@ class BackwardRows {
     }
   }
 
+  // The gradients of sinks, once lse is refined.
+  void start_sinks(int64_t first, int64_t last) const {
+    if (head_.sinks.data == nullptr) return;
+    for (int64_t r = first; r < std::min(last, head_.layout.rows); ++r) {
+      if (!has_sink(r) || head_.lse[r] == kInfinity) continue;
+      const float weight = std::exp(head_.sink(r) - head_.lse[r] - head_.lse_low[r]);
+      head_.d_sink[r] = weight * (head_.d_lse[r] - head_.delta[r]);
+    }
+  }
+
   // dS of a row sums to d_lse (less the part of its sink) by definition. In floating
   // point it does not, mostly because delta comes from the rounded out, and it is
   // rounded itself for dS K: where keys have a common mean, that mean times the defect
@@ -57,8 +67,9 @@ class BackwardRows {
   void store(int64_t first, int64_t last, int64_t chunk_keys) const {
     KeyMean mean(head_, chunk_keys);
     for (int64_t r = first; r < std::min(last, head_.layout.rows); ++r) {
-      if (wants_dsinks_) *dsinks_out_.row(r) = head_.d_sink[r];
       const bool seen = head_.terms.any() ? head_.sample[r] >= 0 : head_.sees_keys(r);
+      // Of a row that sees no key lse is the sink, and dO may be anything.
+      if (wants_dsinks_) *dsinks_out_.row(r) = seen ? head_.d_sink[r] : head_.d_lse[r];
       const RowTotals& totals = head_.totals[r];
       const float expected = seen ? head_.d_lse[r] - head_.d_sink[r] : 0.0f;
       const float defect = totals.ds - expected;
@@ -152,7 +163,6 @@ class BackwardRows {
         has_low_(p.out_low.data != nullptr),
         lse_in_(row_values<const float>(p, p.lse, batch, kv_head)),
         d_lse_in_(row_values<const float>(p, b.d_lse, batch, kv_head)),
-        sinks_(head_values<const float>(p, p.sinks, batch, kv_head)),
         wants_dscale_(b.dscale.data != nullptr),
         wants_dsinks_(b.dsinks.data != nullptr),
         wants_dalibi_(b.dalibi.data != nullptr),
@@ -181,10 +191,8 @@ class BackwardRows {
   void start_row(int64_t row, float products) const {
     head_.lse[row] = head_.lse_low[row] = head_.delta[row] = head_.d_lse[row] =
         head_.d_sink[row] = 0.0f;
-    const float sink = sinks_.data == nullptr ? -kInfinity : *sinks_.row(row);
     const bool sees_keys = head_.sees_keys(row);
-    const bool takes_part =
-        sees_keys || (sink != -kInfinity && row / head_.group < head_.visible.q_rows);
+    const bool takes_part = sees_keys || has_sink(row);
     if (!takes_part) return;
     const float lse = *lse_in_.row(row);
     // Every visible logit is -inf, or the sink has all the mass: P is 0 rather than
@@ -196,16 +204,18 @@ class BackwardRows {
     head_.lse[row] = lse;
     if (d_lse_in_.data != nullptr) head_.d_lse[row] = *d_lse_in_.row(row);
     if (sees_keys) head_.delta[row] = products;
-    if (sink != -kInfinity) {
-      head_.d_sink[row] = std::exp(sink - lse) * (head_.d_lse[row] - head_.delta[row]);
-    }
+  }
+
+  // Whether a sink takes part in the row.
+  bool has_sink(int64_t row) const {
+    return head_.sink(row) != -kInfinity && row / head_.group < head_.visible.q_rows;
   }
 
   const BackwardHead<M>& head_;
   const Rows<const Element> out_;
   const Rows<const int8_t> out_low_;
   const bool has_low_;
-  const Rows<const float> lse_in_, d_lse_in_, sinks_;
+  const Rows<const float> lse_in_, d_lse_in_;
   const bool wants_dscale_, wants_dsinks_, wants_dalibi_;
   const Rows<float> dscale_out_, dsinks_out_, dalibi_out_;
   const Gradient<Element> dq_out_;

@@ -135,6 +135,11 @@ class BackwardHead {
   int64_t key_limit(int64_t row) const { return visible.key_limit(row / group); }
   bool sees_keys(int64_t row) const { return visible.sees_keys(row / group); }
 
+  // -inf where there is none.
+  float sink(int64_t row) const {
+    return sinks.data == nullptr ? -kInfinity : *sinks.row(row);
+  }
+
   float* dq_row(int64_t row) const { return dq_ + row * padded_dim; }
   float* dk_panel(int64_t key) const { return dk_ + key / kPanel * head_dim * kPanel; }
   float* dv_panel(int64_t key) const { return dv_ + key / kPanel * value_dim * kPanel; }
@@ -187,6 +192,7 @@ class BackwardHead {
   const ScoreTerms terms;
   const KeptWeights kept;
   const Rows<const Element> q, k, v, d_out;
+  const Rows<const float> sinks;
   const bool wants_dq, wants_dk, wants_dv;
   const bool sums_to_d_lse;  // what enters dQ, summed over the keys of a row
   const bool wants_totals;   // some are used
@@ -195,7 +201,7 @@ class BackwardHead {
   float* const lse_low;     // [rows]: what rounding took from a large lse
   float* const delta;       // [rows]
   float* const d_lse;       // [rows]
-  float* const d_sink;      // [rows]: gradient of the row's sink
+  float* const d_sink;      // [rows]: gradient of the row's sink, 0 if it has none
   float* const ds_sum;      // [rows]: dS slope summed over the keys, as it enters dQ
   RowTotals* const totals;  // [rows]
   int32_t* const sample;    // [rows]: first key of a panel of which the row sees some,
@@ -218,10 +224,11 @@ class BackwardHead {
         k(rows_of<const Element>(p, p.k, batch, kv_head, 1)),
         v(rows_of<const Element>(p, p.v, batch, kv_head, 1)),
         d_out(rows_of<const Element>(p, b.d_out, batch, kv_head, group)),
+        sinks(head_values<const float>(p, p.sinks, batch, kv_head)),
         wants_dq(b.dq.data != nullptr),
         wants_dk(b.dk.data != nullptr),
         wants_dv(b.dv.data != nullptr),
-        sums_to_d_lse(!scores.capped && p.sinks.data == nullptr),
+        sums_to_d_lse(!scores.capped && sinks.data == nullptr),
         wants_totals(b.dscale.data != nullptr || b.dalibi.data != nullptr ||
                      (wants_dq && !sums_to_d_lse)),
         wants_distances(b.dalibi.data != nullptr),

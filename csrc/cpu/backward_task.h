@@ -63,9 +63,12 @@ class BackwardTask {
     last_row = std::min(last_row, row_limit());
     for (int64_t row = first_row; row < last_row; row += blocks_.rows) {
       const int64_t end = std::min(row + blocks_.rows, last_row);
-      float totals[BackwardBlocks::kMaxRows] = {};
+      float totals[BackwardBlocks::kMaxRows];
       bool any = false;
-      for (int64_t r = row; r < end; ++r) any |= is_large(r);
+      for (int64_t r = row; r < end; ++r) {
+        any |= is_large(r);
+        totals[r - row] = std::exp(head_.sink(r) - head_.lse[r]);
+      }
       if (!any) continue;
       for_each_block(0, head_.visible.kv_rows, row, end, [&](int64_t first, int rows) {
         add_weights(first, rows, totals + (first - row));
@@ -308,7 +311,7 @@ class BackwardTask {
   const BackwardHead<M>& head_;
   const BackwardBlocks& blocks_;
   const DbiasTile* const dbias_;
-  const bool is_plain_;  // scores are scaled products
+  const bool is_plain_;  // PlainGradient has all that is wanted
   Arena arena_;
   BlockView<M> view_;
   PackedBlock<M> packed_;

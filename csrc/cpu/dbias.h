@@ -24,6 +24,7 @@ class DbiasTiles {
  public:
   DbiasTiles(const jaxflash_attention_backward_params& b, const BackwardBlocks& blocks)
       : p_(b.forward),
+        own_(only_own_axes(b)),
         tensor_(b.dbias),
         axes_{group_size(p_), is_own(p_.num_heads, tensor_.strides[0]),
               is_own(p_.q_len, tensor_.strides[1]),
@@ -36,7 +37,9 @@ class DbiasTiles {
         row_tiles_((rows_ + tile_rows_ - 1) / tile_rows_),
         key_tiles_(axes_.has_keys ? (p_.kv_len + ld_ - 1) / ld_ : 1) {}
 
-  int64_t count() const { return batches() * kv_heads_ * row_tiles_ * key_tiles_; }
+  int64_t count() const {
+    return batch_size(own_) * kv_heads_ * row_tiles_ * key_tiles_;
+  }
 
   // Sums tile `index` and stores it.
   template <class M>
@@ -49,7 +52,8 @@ class DbiasTiles {
     const int64_t row_tile = index % row_tiles_;
     index /= row_tiles_;
     const int64_t kv_head = index % kv_heads_;
-    const int64_t batch = own_batch(index / kv_heads_);
+    const int64_t own = index / kv_heads_;
+    const int64_t batch = own_batch(own);
     DbiasTile tile = {axes_, row_tile * tile_rows_, key_tile * ld_, 0, ld_, sums};
     tile.rows = static_cast<int>(std::min<int64_t>(tile_rows_, rows_ - tile.first_row));
     std::fill_n(sums, tile.rows * ld_, 0.0f);
@@ -72,19 +76,21 @@ class DbiasTiles {
             .run(tile.first_key, last_key, first_row, last_row);
       }
     }
-    store(tile, batch, kv_head);
+    store(tile, own, kv_head);
   }
 
  private:
   static bool is_own(int64_t size, int64_t stride) { return stride != 0 && size != 1; }
 
-  // Of the batch axes only those along which dbias has a stride count.
-  int64_t batches() const {
-    int64_t count = 1;
-    for (int axis = 0; axis < p_.batch_rank; ++axis) {
-      if (tensor_.batch_strides[axis] != 0) count *= p_.batch_shape[axis];
+  // Without the batch axes along which dbias has no stride: in these a batch element is
+  // a part of dbias, also where the others are empty.
+  static jaxflash_attention_params only_own_axes(
+      const jaxflash_attention_backward_params& b) {
+    jaxflash_attention_params p = b.forward;
+    for (int axis = 0; axis < p.batch_rank; ++axis) {
+      if (b.dbias.batch_strides[axis] == 0) p.batch_shape[axis] = 1;
     }
-    return count;
+    return p;
   }
 
   // The first batch element of those that share the part of dbias with this number.
@@ -111,20 +117,20 @@ class DbiasTiles {
     return true;
   }
 
-  void store(const DbiasTile& tile, int64_t batch, int64_t kv_head) const {
+  void store(const DbiasTile& tile, int64_t own, int64_t kv_head) const {
     switch (tensor_.dtype) {
       case JAXFLASH_FLOAT32:
-        return store_as<float>(tile, batch, kv_head);
+        return store_as<float>(tile, own, kv_head);
       case JAXFLASH_BFLOAT16:
-        return store_as<Bfloat16>(tile, batch, kv_head);
+        return store_as<Bfloat16>(tile, own, kv_head);
       case JAXFLASH_FLOAT16:
-        return store_as<Float16>(tile, batch, kv_head);
+        return store_as<Float16>(tile, own, kv_head);
     }
   }
 
   template <class Element>
-  void store_as(const DbiasTile& tile, int64_t batch, int64_t kv_head) const {
-    const Rows<Element> to = row_values<Element>(p_, tensor_, batch, kv_head);
+  void store_as(const DbiasTile& tile, int64_t own, int64_t kv_head) const {
+    const Rows<Element> to = row_values<Element>(own_, tensor_, own, kv_head);
     const int64_t group = axes_.has_heads ? axes_.group : 1;
     for (int i = 0; i < tile.rows; ++i) {
       const int64_t row = tile.first_row + i;
@@ -140,6 +146,7 @@ class DbiasTiles {
   }
 
   const jaxflash_attention_params& p_;
+  const jaxflash_attention_params own_;
   const jaxflash_tensor& tensor_;
   const DbiasAxes axes_;
   const int64_t kv_heads_;  // that have tiles of their own

@@ -67,7 +67,8 @@ struct FullGradient {
     const Floats ds = bit_and(p * (dp - head.delta[row] + head.d_lse[row]), visible);
     if (dbias != nullptr) dbias->add(row, key, ds);
     s = bit_and(s, visible);
-    const Floats slope = head.scores.slope(s);
+    // With a scale that is not finite not even that of 0 is.
+    const Floats slope = bit_and(head.scores.slope(s), visible);
     const Floats ds_slope = ds * slope;
     if (head.wants_totals) {
       sums->ds += ds;

@@ -46,8 +46,9 @@ struct Dropout {
   }
 };
 
-// The threshold of a rate in [0, 1).
-inline uint32_t dropout_threshold(float rate) {
+// The threshold of a rate in [0, 1). Inlined, so that no two instruction sets share a
+// function.
+__attribute__((always_inline)) inline uint32_t dropout_threshold(float rate) {
   const double words = static_cast<double>(rate) * 4294967296.0;
   const double rounded = words < 4294967295.0 ? words + 0.5 : 4294967295.0;
   return static_cast<uint32_t>(static_cast<uint64_t>(rounded));
