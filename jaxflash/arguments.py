@@ -19,7 +19,8 @@ from jax.core import Tracer
 from jaxflash import options
 from jaxflash.spec import MAX_OFFSET
 
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_KERNEL_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = (*_KERNEL_DTYPES, "float64")
 
 _INT32 = np.iinfo(np.int32)
 
@@ -105,13 +106,18 @@ def query_key_value(query: Any, key: Any, value: Any) -> tuple[Array, Array, Arr
     return q, k, v
 
 
-def broadcastable(name: str, x: Any, full: tuple[int, ...]) -> Array:
-    """bias or mask: broadcastable to [*batch, N, T, S]."""
+def broadcastable(name: str, x: Any, full: tuple[int, ...], wide: Any) -> Array:
+    """bias or mask: broadcastable to [*batch, N, T, S].
+
+    A bias in a dtype that no query has in the kernels comes back in dtype `wide`.
+    """
     x = _array(name, x)
     if name == "mask":
         _dtype(name, x, jnp.bool_, "bool; an additive mask is a bias")
     else:
         _dtype(name, x, jnp.floating, "float")
+        if x.dtype.name not in _KERNEL_DTYPES:
+            x = x.astype(wide)
     shape = x.shape
     if len(full) == 3 and x.ndim == 4 and shape[0] == 1:
         shape = shape[1:]  # jax.nn takes four axes also where query has three

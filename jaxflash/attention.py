@@ -133,7 +133,7 @@ def dot_product_attention(
     for name, x in (("bias", bias), ("mask", mask)):
         if x is not None:
             full = (*batch, num_heads, q_len, kv_len)
-            operands[name] = arguments.broadcastable(name, x, full)
+            operands[name] = arguments.broadcastable(name, x, full, wide)
     if (query_segment_ids is None) != (key_value_segment_ids is None):
         name, other = "query_segment_ids", "key_value_segment_ids"
         if query_segment_ids is None:

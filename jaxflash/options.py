@@ -87,7 +87,9 @@ def softcap(x: Any) -> float:
         raise ValueError(
             f"softcap must be finite and greater than 0 in float32, got {value}"
         )
-    return value
+    # From here on scores / softcap would lose bits or be flushed to 0. A score that is
+    # changed by such a cap would be over 1e26.
+    return value if value < 2.0**100 else 0.0
 
 
 def precision(x: Any) -> int:

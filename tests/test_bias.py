@@ -177,6 +177,21 @@ def test_a_bias_meets_the_accuracy_bar(implementation, dtype, kind):
     check_bar(call | {"bias": bias}, implementation, dtype)
 
 
+# The kernels get it in float32; the gradient has the dtype that came.
+def test_dtypes_of_no_query(implementation, working_dtype):
+    call = make_call(T, S, N=N, K=2, dtype=working_dtype)
+    call["bias"] = jnp.asarray(random_bias(N, 1, S), jnp.float8_e4m3fn)
+    wide = call | {"bias": call["bias"].astype(jnp.float32)}
+    cts = cotangents(call)
+    got, want = (
+        run_gradients(c, implementation, *cts, ("bias",)) for c in (call, wide)
+    )
+    assert got["bias"].dtype == jnp.float8_e4m3fn
+    assert_equal(got["bias"], want["bias"].astype(jnp.float8_e4m3fn), "dbias")
+    for a, b in zip(run(call, implementation), run(wide, implementation), strict=True):
+        assert_equal(a, b)
+
+
 # Rows and keys there are, but nothing that shares the bias.
 @pytest.mark.parametrize("batch", [(3, 0), (0, 3)])
 def test_gradient_over_an_empty_batch_axis(implementation, working_dtype, batch):

@@ -191,3 +191,14 @@ def test_softcap_and_a_nan_scale(implementation, working_dtype, hides):
         gradient = np.asarray(grads[name], np.float32)
         assert not gradient[:, ~seen].any(), name
         assert np.isnan(gradient[:, seen]).all(), name
+
+
+# Nothing is as large as such a cap, but scores divided by it would vanish.
+@softcap_on()
+def test_softcap_of_any_size(implementation, working_dtype):
+    call = make_call(20, 30, K=2, dtype=working_dtype)
+    want = run(call, implementation)
+    for cap in (1e31, 3e38):
+        got = run(call | {"softcap": cap}, implementation)
+        for a, b in zip(got, want, strict=True):
+            assert_equal(a, b)

@@ -123,6 +123,7 @@ def test_no_array_of_all_pairs(implementation, working_dtype):
         )
     )
     memory = program.lower(x, ends).compile().memory_analysis()
+    assert memory is not None
     assert memory.temp_size_in_bytes < 4 * total * total  # of float32 scores
 
 

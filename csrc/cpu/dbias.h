@@ -24,7 +24,8 @@ class DbiasTiles {
  public:
   DbiasTiles(const jaxflash_attention_backward_params& b, const BackwardBlocks& blocks)
       : p_(b.forward),
-        own_(only_own_axes(b)),
+        own_(only_axes(b, /*own=*/true)),
+        shared_(only_axes(b, /*own=*/false)),
         tensor_(b.dbias),
         axes_{group_size(p_), is_own(p_.num_heads, tensor_.strides[0]),
               is_own(p_.q_len, tensor_.strides[1]),
@@ -53,7 +54,6 @@ class DbiasTiles {
     index /= row_tiles_;
     const int64_t kv_head = index % kv_heads_;
     const int64_t own = index / kv_heads_;
-    const int64_t batch = own_batch(own);
     DbiasTile tile = {axes_, row_tile * tile_rows_, key_tile * ld_, 0, ld_, sums};
     tile.rows = static_cast<int>(std::min<int64_t>(tile_rows_, rows_ - tile.first_row));
     std::fill_n(sums, tile.rows * ld_, 0.0f);
@@ -65,12 +65,12 @@ class DbiasTiles {
       first_row = tile.first_row * step;
       last_row = (tile.first_row + tile.rows) * step;
     }
-    for (int64_t other = 0; other < batch_size(p_); ++other) {
-      if (!shares(batch, other)) continue;
+    for (int64_t number = 0; number < batch_size(shared_); ++number) {
+      const int64_t batch = element(own, number);
       const int64_t first_head = axes_.has_heads ? kv_head : 0;
       const int64_t last_head = axes_.has_heads ? kv_head + 1 : p_.num_kv_heads;
       for (int64_t head = first_head; head < last_head; ++head) {
-        const BackwardHead<M> inputs(only_dbias, other * p_.num_kv_heads + head,
+        const BackwardHead<M> inputs(only_dbias, batch * p_.num_kv_heads + head,
                                      workspace);
         BackwardTask<M>(inputs, blocks, scratch, &tile)
             .run(tile.first_key, last_key, first_row, last_row);
@@ -82,39 +82,27 @@ class DbiasTiles {
  private:
   static bool is_own(int64_t size, int64_t stride) { return stride != 0 && size != 1; }
 
-  // Without the batch axes along which dbias has no stride: in these a batch element is
-  // a part of dbias, also where the others are empty.
-  static jaxflash_attention_params only_own_axes(
-      const jaxflash_attention_backward_params& b) {
+  // Of the batch axes only those along which dbias has a stride, in which a batch
+  // element is a part of dbias, or only those that share such a part.
+  static jaxflash_attention_params only_axes(
+      const jaxflash_attention_backward_params& b, bool own) {
     jaxflash_attention_params p = b.forward;
     for (int axis = 0; axis < p.batch_rank; ++axis) {
-      if (b.dbias.batch_strides[axis] == 0) p.batch_shape[axis] = 1;
+      if ((b.dbias.batch_strides[axis] != 0) != own) p.batch_shape[axis] = 1;
     }
     return p;
   }
 
-  // The first batch element of those that share the part of dbias with this number.
-  int64_t own_batch(int64_t number) const {
+  // The batch element with this number among those that share a part of dbias.
+  int64_t element(int64_t own, int64_t number) const {
     int64_t batch = 0, step = 1;
     for (int axis = p_.batch_rank - 1; axis >= 0; --axis) {
-      if (tensor_.batch_strides[axis] != 0) {
-        batch += number % p_.batch_shape[axis] * step;
-        number /= p_.batch_shape[axis];
-      }
+      int64_t& index = tensor_.batch_strides[axis] != 0 ? own : number;
+      batch += index % p_.batch_shape[axis] * step;
+      index /= p_.batch_shape[axis];
       step *= p_.batch_shape[axis];
     }
     return batch;
-  }
-
-  bool shares(int64_t batch, int64_t other) const {
-    for (int axis = p_.batch_rank - 1; axis >= 0; --axis) {
-      const int64_t size = p_.batch_shape[axis];
-      if (tensor_.batch_strides[axis] != 0 && batch % size != other % size)
-        return false;
-      batch /= size;
-      other /= size;
-    }
-    return true;
   }
 
   void store(const DbiasTile& tile, int64_t own, int64_t kv_head) const {
@@ -146,7 +134,7 @@ class DbiasTiles {
   }
 
   const jaxflash_attention_params& p_;
-  const jaxflash_attention_params own_;
+  const jaxflash_attention_params own_, shared_;
   const jaxflash_tensor& tensor_;
   const DbiasAxes axes_;
   const int64_t kv_heads_;  // that have tiles of their own
