@@ -306,17 +306,21 @@ def backward(
         return s, product, slope, _weights(s, block["lse"]), _keep(call, block, j)
 
     def sum_rows(carry, block, j):
-        total, delta = carry
+        total, delta, blind = carry
         s, _, _, p, keep = weigh(block, j)
+        hidden = jnp.isneginf(s)
         d_p = call.einsum(_ROWS_KEY, d_out, block["value"])
-        d_p = jnp.where(jnp.isneginf(s), 0, d_p)  # d_out of a blind row may be NaN
+        d_p = jnp.where(hidden, 0, d_p)  # d_out of a blind row may be NaN
         p_sum, p_d_p = (a.sum(-1, keepdims=True) for a in (p, p * keep * d_p))
-        return total + p_sum, delta + p_d_p
+        blind &= hidden.all(-1, keepdims=True)
+        return total + p_sum, delta + p_d_p, blind
 
     # delta = rowsum(d_out out), but summed from the terms that it must cancel: the
     # given out is rounded. What is not finite in it was left out of the products.
     row = jnp.zeros((*call.rows, 1), call.wide)
-    total, delta = fold_keys(call, x, sum_rows, (row, row))
+    blind = jnp.ones_like(row, bool)
+    total, delta, blind = fold_keys(call, x, sum_rows, (row, row, blind))
+    d_out = jnp.where(blind, 0, d_out)
     total = _total(total, x)
     finite = jnp.isfinite(x["out"]).all(-1, keepdims=True)
     delta = jnp.where(finite, delta / total, jnp.nan)
