@@ -9,8 +9,8 @@
  *   lse = log(sum_j exp(s) [+ exp(sink)])
  *   out = dropout(exp(s - lse)) v
  *
- * A row that sees no key has out = 0 and lse = -inf, or its sink where it has one; a row
- * past q_seq_lengths has out = 0 and lse = -inf.
+ * A row that sees no key has out = 0 and lse = -inf, or its sink where it has one; a
+ * row past q_seq_lengths has out = 0 and lse = -inf.
  *
  * Letters of shapes: B batch, T query length, S key/value length, N query heads,
  * K key/value heads (query head n reads key/value head n / (N / K)), H query/key
