@@ -6,11 +6,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jaxflash import arguments
+from jaxflash import arguments, options
 from jaxflash.attention import Implementation, dot_product_attention
+from jaxflash.spec import UNLIMITED
 
 # What belongs to no sequence: rows and keys of the tail, which do not see each other.
 _NO_QUERIES, _NO_KEYS = -1, -2
+_ALL_KEYS = (UNLIMITED, UNLIMITED)
 
 
 def flash_attention_varlen(
@@ -88,8 +90,8 @@ def flash_attention_varlen(
     if q.ndim != 3:
         raise ValueError(f"query must have shape [total_q, N, H], got {q.shape}")
     compares = {
-        "is_causal": is_causal is not False,
-        "local_window_size": local_window_size is not None,
+        "is_causal": options.flag("is_causal", is_causal),
+        "local_window_size": options.window(local_window_size) != _ALL_KEYS,
         "alibi_slopes": alibi_slopes is not None,
     }
     if cu_seqlens_k is not None and any(compares.values()):

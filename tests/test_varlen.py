@@ -74,6 +74,17 @@ def test_key_sequences_of_other_lengths(implementation, working_dtype):
     assert_alike(got, loop(q, k, v, ENDS, ends_k, implementation=implementation))
 
 
+# What compares no positions after all may come with boundaries for the keys.
+def test_off_is_off(implementation, working_dtype):
+    q, k, v = packed(working_dtype)
+    off = {"is_causal": np.False_, "local_window_size": (None, None)}
+    arguments = {"implementation": implementation, "return_residual": True}
+    got = flash_attention_varlen(q, k, v, ENDS, ENDS, **off, **arguments)
+    want = flash_attention_varlen(q, k, v, ENDS, **arguments)
+    for name, a, b in zip(("out", "lse"), got, want, strict=True):
+        assert_equal(a, b, name)
+
+
 def test_traced_boundaries_and_gradients(implementation, working_dtype):
     q, k, v = packed(working_dtype)
 
